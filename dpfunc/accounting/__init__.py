@@ -14,6 +14,14 @@ from dpfunc.accounting.calibration import (
 )
 from dpfunc.accounting.events import ZCDP, Laplace, Opaque
 from dpfunc.accounting.ledger import Ledger, compose, epsilon, schedule_ledger
+from dpfunc.accounting.mechanisms import (
+    DiscreteGaussian,
+    DiscreteLaplace,
+    Exponential,
+    MixtureOfGaussians,
+    RandomizedResponse,
+    Tree,
+)
 from dpfunc.accounting.requirements import (
     DELTA_TABLE,
     EPSILON_TABLE,
@@ -37,15 +45,21 @@ __all__ = [
     "BatchChoice",
     "Capped",
     "DeltaMeaning",
+    "DiscreteGaussian",
+    "DiscreteLaplace",
     "EpsilonMeaning",
+    "Exponential",
     "Guarantee",
     "Laplace",
     "Ledger",
+    "MixtureOfGaussians",
     "Opaque",
+    "RandomizedResponse",
     "Remaining",
     "Requirements",
     "RunCount",
     "TradeOff",
+    "Tree",
     "affordable_steps",
     "calibrate",
     "calibrate_batch_size",

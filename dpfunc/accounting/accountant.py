@@ -16,7 +16,7 @@ from dpfunc.accounting._prv import epsilon_at, prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, canonical, divided, extremes, law_kind, law_of
+from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, canonical, divided, extremes, has_both, law_kind, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
 
@@ -164,7 +164,7 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
             raise
         return _by_renyi(events, adjacency, delta, f"no tilted: {refusal}")
     found: _Bound = tight.epsilon, "tilted", f"an upper bound by construction{rounded}"
-    if alone or tight.epsilon < _NOT_NEAR * tight.renyi:
+    if alone or (tight.epsilon < _NOT_NEAR * tight.renyi and not any(map(has_both, special))):
         return found  # the Renyi bound cannot be smaller: it is not computed
     return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=operator.itemgetter(0))
 

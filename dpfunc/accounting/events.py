@@ -12,10 +12,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpfunc._utils.validation import apart, expect, fail, positive, real, set_fields
+from dpfunc._utils.validation import apart, expect, fail, non_negative, positive, real, set_fields
+from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
 from dpfunc.accounting._pairs import LARGEST_LOSS, capped, epoch, laplace, stated
+from dpfunc.accounting.mechanisms import (
+    DiscreteGaussian,
+    DiscreteLaplace,
+    Exponential,
+    MixtureOfGaussians,
+    RandomizedResponse,
+    Tree,
+)
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
 
@@ -73,28 +82,31 @@ class Opaque(Event):
 
 @dataclass(frozen=True, order=True)
 class ZCDP(Event):
-    """Releases that are rho-zero-concentrated private, for the neighbours of the ledger; Bun and Steinke 2016.
+    """Releases that are (xi, rho)-zero-concentrated private, for the neighbours of the ledger; Bun and Steinke 2016.
 
     Args:
-        num_steps: how many. rho: of each, > 0: the Renyi divergence of each order a is at most rho a.
+        num_steps: how many. rho: of each, > 0: the Renyi divergence of each order a is at most xi + rho a. xi: >= 0.
+        sampling_prob: chance of a record to take part, on Poisson samples.
 
     Only `rdp` and `auto` can account for a ledger with one: nothing is known of its law but Renyi divergences.
 
     Guarantees:
-        tests/accounting/test_events.py::test_zcdp_is_the_renyi_bound_of_a_gaussian.
+        tests/accounting/test_events.py::test_zcdp_is_the_renyi_bound_of_a_gaussian;
+        tests/accounting/test_mechanisms.py::test_sampled_zcdp_is_above_sampled_gaussians.
 
     >>> from dpfunc.accounting import Ledger
     >>> print(f"{Ledger((ZCDP(1, rho=0.1),)).epsilon(1e-6).epsilon:.2f}")
     2.14
     """
 
-    sampling_prob: float = field(default=1.0, init=False)
+    sampling_prob: float = field(default=1.0, kw_only=True)
     noise_multiplier: float = field(default=0.0, init=False)
     rho: float
+    xi: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "rho", positive("rho", self.rho))
+        set_fields(self, {"rho": positive("rho", self.rho), "xi": non_negative("xi", self.xi)})
 
     law = Event.law  # itself, see `law_of`
 
@@ -103,8 +115,14 @@ KINDS: dict[str, type[Event]] = {
     "": Event,
     "allocated": Allocated,
     "capped": Capped,
+    "discrete_gaussian": DiscreteGaussian,
+    "discrete_laplace": DiscreteLaplace,
+    "exponential": Exponential,
     "laplace": Laplace,
+    "mixture_of_gaussians": MixtureOfGaussians,
     "opaque": Opaque,
+    "randomized_response": RandomizedResponse,
+    "tree": Tree,
     "zcdp": ZCDP,
 }
 """Name in files -> class. A new kind of event is a class, and a line here."""
@@ -124,9 +142,22 @@ _LOSSES: Mapping[type, Losses] = {
     Allocated: Losses(lambda e, d: epoch(e.num_batches, e.noise_multiplier, d)),
     Capped: Losses(lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d)),
     Laplace: Losses(lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d), pure=True),
+    DiscreteGaussian: Losses(
+        lambda e, d: discrete_gaussian(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d)
+    ),
+    DiscreteLaplace: Losses(
+        lambda e, d: discrete_laplace(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d), pure=True
+    ),
+    Exponential: Losses(lambda e, _: stated(e.epsilon, 0.0), pure=True),
+    MixtureOfGaussians: Losses(lambda e, d: mixture(e.noise_multiplier, e.distances, e.probs, d)),
     Opaque: Losses(lambda e, _: stated(e.epsilon, e.delta), pure=True),
+    RandomizedResponse: Losses(lambda e, _: answers(e.noise, e.num_answers), pure=True),
 }
-_CURVES: Mapping[type, Callable[[Any, Array], Array]] = {ZCDP: lambda e, orders: e.rho * orders}
+# Class of an event -> its Renyi curve, of those without a law of losses, and where it is below that of the law.
+_CURVES: Mapping[type, Callable[[Any, Array], Array]] = {
+    ZCDP: lambda e, orders: sampled_curve(e.sampling_prob, e.xi + e.rho * orders, orders),
+    Exponential: lambda e, orders: np.minimum(e.epsilon**2 / 8 * orders, e.epsilon),
+}
 
 GAUSSIAN, LOSSES, RENYI = "a Gaussian step", "a law of losses", "a Renyi curve"
 
@@ -151,7 +182,7 @@ def law_of(event: Event, direction: Direction) -> Atoms:
     """Losses that dominate those of one step."""
     if law_kind(event) == RENYI:
         raise TiltedUnavailable(f"Expected a law of losses, got a Renyi curve, {event!r}. Use method 'rdp'.")
-    if event.noise_multiplier == 0 and not isinstance(event, Opaque):
+    if event.noise_multiplier == 0 and not isinstance(event, (Opaque, RandomizedResponse, Exponential)):
         return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
     return _LOSSES[type(event)].of(event, direction)
 
@@ -170,6 +201,18 @@ def extremes(special: tuple[Event, ...], directions: tuple[Direction, ...]) -> t
             lost = max(lost, -math.expm1(math.fsum(steps * float(np.log1p(-law.infinite)) for steps, law in laws)))
         worst = max(worst, math.fsum(steps * float(np.max(law.loss, initial=0.0)) for steps, law in laws))
     return lost, worst if pure else math.inf
+
+
+def has_both(event: Event) -> bool:
+    """True where a Renyi curve is known that may say more than the law of losses."""
+    return type(event) in _LOSSES and type(event) in _CURVES
+
+
+def sampled_curve(q: float, curve: Array, orders: Array) -> Array:
+    """The Renyi curve of a release on a Poisson sample: `e^((a - 1) D_a)` is jointly convex, for all neighbours."""
+    if q == 1:
+        return curve
+    return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + (orders - 1) * curve) / (orders - 1) * (1 + 1e-12))
 
 
 def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Array:
@@ -230,7 +273,8 @@ def to_values(event: Event) -> dict[str, Any]:
 
 def _defaults(kind: type[Event]) -> dict[str, Any]:
     """Fields that a file need not have, with their values; older files do not have them."""
-    return {each.name: each.default for each in fields(kind) if each.init and each.default is not MISSING}
+    usual = {each.name: each.default for each in fields(kind) if each.init and each.default is not MISSING}
+    return {name: value for name, value in usual.items() if name != "sampling_prob"}
 
 
 def from_values(values: object) -> Event:
@@ -246,9 +290,9 @@ def from_values(values: object) -> Event:
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
         for name, value in given.items():  # what the kind sets by itself must be as given
-            expect(
-                getattr(event, name) == value, f"{name} = {getattr(event, name)!r} in an event of its kind", name, value
-            )
+            own = getattr(event, name)
+            same = own == (tuple(value) if isinstance(own, tuple) else value)
+            expect(same, f"{name} = {own!r} in an event of its kind", name, value)
     except DPFuncError as error:
         raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
     return event

@@ -1,0 +1,203 @@
+"""Kinds of events of releases that are no sums of gradients: discrete noise, choices, and sums over a tree."""
+
+import math
+from dataclasses import dataclass, field
+
+from dpfunc._utils.validation import expect, fail, integer, non_negative, positive, real
+from dpfunc.types import Adjacency, Event
+
+_MOST_NOISE = 1e5  # all outputs of discrete Gaussian noise are listed
+_ONE_WAY: tuple[Adjacency, ...] = ("add_remove", "zero_out")
+
+
+@dataclass(frozen=True, order=True)
+class DiscreteGaussian(Event):
+    """Releases of an integer with discrete Gaussian noise, `P[x] ~ e^(-x^2 / (2 s^2))`; Poisson samples.
+
+    Args:
+        sampling_prob, num_steps: as of `Event`; replaced records have no amplification. noise_multiplier: s / k, where
+            s <= 1e5.
+        sensitivity: the most that one record moves the integer, k >= 1.
+
+    Canonne, Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy.
+
+    Guarantees:
+        tests/accounting/test_mechanisms.py::test_discrete_noise_against_sums.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((DiscreteGaussian(1.0, 2.0, 1, sensitivity=3),)).epsilon(1e-6).epsilon:.4f}")
+    2.2569
+    """
+
+    sensitivity: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        deviation = self.noise_multiplier * integer("sensitivity", self.sensitivity, minimum=1)
+        expect(deviation <= _MOST_NOISE, f"noise_multiplier * sensitivity <= {_MOST_NOISE:g}", "the product", deviation)
+
+    law = Event.law  # itself
+
+
+@dataclass(frozen=True, order=True)
+class DiscreteLaplace(Event):
+    """Releases of an integer with discrete Laplace noise, `P[x] ~ e^(-|x| / b)`; Poisson samples.
+
+    Args:
+        sampling_prob, num_steps: as of `Event`; replaced records have no amplification. noise_multiplier: b / k.
+        sensitivity: the most that one record moves the integer, k >= 1.
+
+    Ghosh, Roughgarden and Sundararajan 2009, Universally Utility-Maximizing Privacy Mechanisms.
+
+    Guarantees:
+        tests/accounting/test_mechanisms.py::test_discrete_noise_against_sums, ::test_figures_of_a_peer.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((DiscreteLaplace(1.0, 1.0, 3),)).epsilon(0.0).epsilon:.4f}")
+    3.0000
+    """
+
+    sensitivity: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("sensitivity", self.sensitivity, minimum=1)
+
+    law = Event.law  # itself
+
+
+@dataclass(frozen=True, order=True)
+class RandomizedResponse(Event):
+    """Releases of one of `num_answers` answers: the true one, or with probability `noise` a uniform one.
+
+    Args:
+        num_steps: how many. noise: 0 <= noise <= 1; 0 protects nothing. num_answers: >= 1.
+
+    Only for zero-out and replace-one neighbours: an answer is there in both data sets. Warner 1965.
+
+    Guarantees:
+        tests/accounting/test_mechanisms.py::test_figures_of_a_peer.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((RandomizedResponse(1, noise=0.5, num_answers=4),), 'replace_one').epsilon(0.0).epsilon:.4f}")
+    1.6094
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    noise_multiplier: float = field(default=0.0, init=False)
+    noise: float
+    num_answers: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "noise", real("noise", self.noise, "0 <= noise <= 1", inside=lambda x: 0 <= x <= 1))
+        integer("num_answers", self.num_answers, minimum=1)
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """The neighbours of a ledger that may have it."""
+        return ("zero_out", "replace_one")
+
+    def law(self) -> tuple[Event, ...]:
+        """Itself; nothing where the answer is known before, or is noise alone."""
+        return (self,) if self.num_answers > 1 and self.noise < 1 else ()
+
+
+@dataclass(frozen=True, order=True)
+class Exponential(Event):
+    """Releases of a choice by the exponential mechanism, `P[y] ~ e^(epsilon score(y) / (2 sensitivity))`.
+
+    Args:
+        num_steps: how many. epsilon: of each, > 0.
+
+    Each is epsilon-private, and its Renyi divergence of order a is at most `epsilon^2 a / 8`: Rogers and Steinke 2021,
+    A Better Privacy Analysis of the Exponential Mechanism. So `auto` answers with the smaller of both bounds.
+
+    Guarantees:
+        tests/accounting/test_mechanisms.py::test_choices_are_bounded_both_ways.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> print(f"{Ledger((Exponential(100, epsilon=0.1),)).epsilon(1e-6).epsilon:.2f}")
+    2.42
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    noise_multiplier: float = field(default=0.0, init=False)
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "epsilon", positive("epsilon", self.epsilon))
+
+    law = Event.law  # itself
+
+
+@dataclass(frozen=True, order=True)
+class MixtureOfGaussians(Event):
+    """Releases that a record moves by a random distance: `sum_i p_i N(c_i, s^2)` against `N(0, s^2)`.
+
+    Args:
+        noise_multiplier: s, in the unit of the distances. num_steps: how many.
+        distances: c_i >= 0. probs: p_i >= 0, which sum to 1.
+
+    Choquette-Choo et al. 2024, Privacy Amplification for Matrix Mechanisms, arXiv 2310.15526.
+
+    Guarantees:
+        tests/accounting/test_mechanisms.py::test_mixtures_of_gaussians, ::test_figures_of_a_peer.
+
+    >>> from dpfunc.accounting import Ledger
+    >>> event = MixtureOfGaussians(2.0, 5, distances=(0.0, 1.0, 2.0), probs=(0.9, 0.05, 0.05))
+    >>> print(f"{Ledger((event,)).epsilon(1e-6).epsilon:.3f}")
+    2.049
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    distances: tuple[float, ...]
+    probs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, values in (("distances", self.distances), ("probs", self.probs)):
+            expect(isinstance(values, (tuple, list)), "a tuple of numbers", name, values)
+        distances = tuple(non_negative("distances", value) for value in self.distances)
+        probs = tuple(real("probs", p, "0 <= probs <= 1", inside=lambda p: 0 <= p <= 1) for p in self.probs)
+        if len(distances) != len(probs) or abs(math.fsum(probs) - 1) > 1e-12:
+            raise fail(f"{len(distances)} probabilities that sum to 1, one for each distance", "probs", self.probs)
+        object.__setattr__(self, "distances", distances)
+        object.__setattr__(self, "probs", probs)
+
+    @property
+    def adjacencies(self) -> tuple[Adjacency, ...]:
+        """The neighbours of a ledger that may have it."""
+        return _ONE_WAY
+
+    law = Event.law  # itself
+
+
+@dataclass(frozen=True, order=True)
+class Tree(Event):
+    """Releases of all prefix sums of `num_leaves` steps by a binary tree, each record in one step: one epoch.
+
+    Args:
+        noise_multiplier: of each node / sensitivity of one step. num_steps: number of trees. num_leaves: >= 1.
+
+    A record is in `ceil(log2(num_leaves + 1))` nodes: Kairouz et al. 2021, Practical and Private (Deep) Learning
+    without Sampling or Shuffling, Theorem 1.
+
+    Guarantees:
+        tests/accounting/test_mechanisms.py::test_figures_of_a_peer.
+
+    >>> Tree(4.0, 1, num_leaves=7).law()
+    (Event(sampling_prob=1.0, noise_multiplier=4.0, num_steps=3),)
+    """
+
+    sampling_prob: float = field(default=1.0, init=False)
+    num_leaves: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("num_leaves", self.num_leaves, minimum=1)
+
+    def law(self) -> tuple[Event, ...]:
+        """One Gaussian step for each node that a record is in."""
+        return (Event(1.0, self.noise_multiplier, self.num_steps * self.num_leaves.bit_length()),)
