@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 
@@ -46,6 +47,11 @@ def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any
                 ids = batch.get(key)
                 if isinstance(ids, Tensor) and not ids.is_floating_point():
                     _check_tokens(ids, key, batch, facts, elsewhere, name)
+
+
+def is_indexed(dataset: Any) -> bool:
+    """True if records can be read by their index; of a stream and of no data set none can."""
+    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset) and len(dataset) > 0
 
 
 def _batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Mapping[str, Any]]:
@@ -88,7 +94,7 @@ def rehearse_evaluation(trainer: Any, model: Any) -> str | None:
     several = isinstance(trainer.eval_dataset, Mapping)
     warning = None
     for dataset in trainer.eval_dataset.values() if several else [trainer.eval_dataset]:
-        if not hasattr(dataset, "__len__") or not len(dataset):
+        if not is_indexed(dataset):
             continue
         names, found = _rehearsed(trainer, model, dataset)
         warning = found or warning
@@ -149,6 +155,7 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
     gives, not what it trains: read back it is another model, which a resumed run alone gets from elsewhere.
     """
     before = {name: param.detach().clone() for name, param in params.items()}
+    trained = {param: param.requires_grad for param in trainer.model.parameters()}
     try:
         trainer._load_from_checkpoint(str(folder), trainer.model)
     except FAILURES as error:
@@ -162,6 +169,8 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
         with torch.no_grad():
             for name, value in before.items():
                 params[name].copy_(value)
+        for param, requires_grad in trained.items():  # PEFT trains all of an adapter that it has read
+            param.requires_grad_(requires_grad)
     if not reason:
         return None
     told = f"Expected weights that are read back as they were written, got {reason}."

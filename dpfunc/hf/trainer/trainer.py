@@ -39,7 +39,7 @@ from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
-from dpfunc.hf.trainer._rehearsal import check_read_back, refuse_records, rehearse_evaluation
+from dpfunc.hf.trainer._rehearsal import check_read_back, is_indexed, refuse_records, rehearse_evaluation
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.hf.vision_language._strategies import image_text_loss
@@ -377,7 +377,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         refuse_records(self.train_dataset, collate, self.model, self._task, "train_dataset")
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
         for name, dataset in evaluated.items():
-            if hasattr(dataset, "__len__"):
+            if is_indexed(dataset):
                 refuse_records(dataset, collate, self.model, self._task, name)
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:

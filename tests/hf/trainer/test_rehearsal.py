@@ -124,6 +124,21 @@ def test_one_record_in_the_midst_of_many(tmp_path, name):
     refused(tmp_path / "eval", trainer, message.replace("train_dataset", "eval_dataset"))
 
 
+def test_a_stream_is_evaluated_as_it_comes(tmp_path):
+    """Nothing of it is looked at before."""
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(ended(4))
+
+        def __len__(self):
+            return 4
+
+    trainer = trainer_of(tmp_path, classifier(), ended(), eval_dataset=Stream(), data_collator=padded)
+    trainer.train()
+    assert trainer.ledger.num_steps == 4
+
+
 @pytest.mark.parametrize("make", [roberta, classifier])
 def test_the_longest_record_that_fits_is_trained_on(tmp_path, make):
     """Padding takes no position of RoBERTa, and 16 tokens fit."""
@@ -193,6 +208,7 @@ def test_a_rehearsal_changes_no_bit_of_the_run(tmp_path):
 LORA = ("LoraConfig", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True})
 ADAPTERS = {
     "LoRA": LORA,
+    "one factor alone": LORA,
     "DoRA": (LORA[0], {**LORA[1], "use_dora": True}),
     "modules_to_save": (LORA[0], {**LORA[1], "modules_to_save": ["ln_f"]}),
     "embeddings": (LORA[0], {**LORA[1], "target_modules": ["wte"], "fan_in_fan_out": False}),
@@ -217,7 +233,11 @@ def test_adapters_are_read_back_before_the_first_step(tmp_path, caplog, name):
 
     def made():
         torch.manual_seed(5)
-        return peft.get_peft_model(language_model(), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+        model = peft.get_peft_model(language_model(), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+        for each, param in model.named_parameters():
+            if name == "one factor alone" and "lora_A" in each:
+                param.requires_grad_(False)
+        return model
 
     best = trainer_of(tmp_path / "best", made(), texts(), eval_dataset=texts(8), data_collator=pad, changes=BEST)
     if name in ("prefix with projection", "p-tuning"):
