@@ -294,7 +294,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
-        self._check_data()
+        self._warn(self._check_data())
         if self._division is not None:
             return
         self._warn(rehearse_evaluation(self, self.model))
@@ -370,15 +370,19 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         check_repeatable(self.train_dataset, self._collator())
         return self._data_name or data_name(self.train_dataset)
 
-    def _check_data(self) -> None:
-        """Check each record to train on and to evaluate on, as far as the model says what it takes."""
+    def _check_data(self) -> str | None:
+        """Check each record to train on and to evaluate on, as far as the model says what it takes.
+
+        Returns a warning that depends on the records: a run, whose output may be published, does not print it.
+        """
         collate = self._collator()
-        self._warn(refuse_labels(self.train_dataset, collate, self.model, self._task))
+        warning = refuse_labels(self.train_dataset, collate, self.model, self._task)
         refuse_records(self.train_dataset, collate, self.model, self._task, "train_dataset")
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
         for name, dataset in evaluated.items():
             if is_indexed(dataset):
                 refuse_records(dataset, collate, self.model, self._task, name)
+        return warning
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
         """The checkpoint from which a run goes on; None if none was saved because nothing was released."""

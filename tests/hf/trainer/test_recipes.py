@@ -175,13 +175,15 @@ def test_predictions_of_one_class_are_warned_of_once(tmp_path, warned, privacy, 
 
 
 def test_labels_of_one_class_are_warned_of_before_training(tmp_path, warned):
-    """At the first step the warning is there, and no step was taken."""
+    """In a rehearsal; a run prints nothing that its records decide."""
     for name, data in {"one": [{**record, "labels": 1} for record in DATA], "two": DATA}.items():
         run = DPTrainer(
             classifier(), training_arguments(tmp_path / name, **FREE), privacy=PrivacyArguments(**BUDGET),
             train_dataset=data,
         )  # fmt: skip
         run._prepare(None)
+        assert not warned("All labels")
+        run.rehearse()
         assert len(warned("All labels that were read of train_dataset are one class")) == (name == "one")
         assert run.ledger.num_steps == 0
 
