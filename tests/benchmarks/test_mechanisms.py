@@ -17,6 +17,7 @@ from benchmarks.mechanisms.noises import (
     INDEPENDENT,
     Budget,
     NoiseOf,
+    allocated,
     batches,
     best,
     best_of_all,
@@ -28,7 +29,7 @@ from benchmarks.mechanisms.noises import (
 from benchmarks.recipes import closed
 from benchmarks.recipes.data import Part
 from benchmarks.results import filled, rows_of
-from dpfunc.accounting import Ledger
+from dpfunc.accounting import Allocated, Ledger
 from dpfunc.clipping import Adaptive, Flat
 from dpfunc.noise import BSR, LambdaCGD, optimal_bands
 from dpfunc.types import Event
@@ -85,6 +86,13 @@ def test_each_contestant_has_its_budget(epsilon):
     ):
         assert Ledger((event(noise.std),)).epsilon(1e-5).epsilon <= epsilon
         assert Ledger((event(noise.std * 0.999),)).epsilon(1e-5).epsilon > epsilon
+
+
+@pytest.mark.slow
+def test_allocation_has_its_budget():
+    std = allocated(BUDGET).std
+    assert Ledger((Allocated(std, 2, num_batches=8),)).epsilon(1e-5).epsilon <= BUDGET.epsilon
+    assert Ledger((Allocated(std * 0.999, 2, num_batches=8),)).epsilon(1e-5).epsilon > BUDGET.epsilon
 
 
 def test_the_best_has_the_least_error():
