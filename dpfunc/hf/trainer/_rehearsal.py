@@ -73,7 +73,7 @@ def _check_tokens(
     ids: Tensor, key: str, batch: Mapping[str, Any], facts: Facts, elsewhere: list[int], name: str
 ) -> None:  # fmt: skip
     tables = facts.tables
-    known = (ids >= 0) & (ids < (tables.tokens or 0)) | torch.isin(ids, torch.tensor(elsewhere, dtype=ids.dtype))
+    known = (ids >= 0) & (ids < (tables.tokens or 0)) | torch.isin(ids, ids.new_tensor(elsewhere))
     if key == "labels":
         used = ids >= 0  # others have no loss
         known |= ~used
@@ -98,7 +98,7 @@ def rehearse_evaluation(trainer: Any, model: Any) -> str | None:
             continue
         names, found = _rehearsed(trainer, model, dataset)
         warning = found or warning
-        best = trainer.args.metric_for_best_model
+        best = None if trainer.args.eval_strategy == "no" else trainer.args.metric_for_best_model
         wanted = None if best is None or several or found else best.removeprefix("eval_")
         if wanted is not None and wanted not in names | {"runtime", "samples_per_second", "steps_per_second"}:
             raise InvalidArgument(
@@ -130,7 +130,10 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
     names = set() if loss is None else {"loss"}
     if alone or predictions is None or labels is None or trainer.args.batch_eval_metrics:
         return names, None
-    told = {"loss": ("losses", loss), "inputs": ("inputs", batch.get(trainer.model.main_input_name))}
+    told = {
+        "loss": ("losses", loss),
+        "inputs": ("inputs", batch.get(getattr(trainer.model, "main_input_name", "input_ids"))),
+    }
     more = dict(told[name] for name in trainer.args.include_for_metrics)
     try:
         metrics = trainer.compute_metrics(

@@ -151,11 +151,12 @@ def accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+EVERY = {"eval_strategy": "steps", "eval_steps": 2}
 EVALUATIONS = {  # model, options, message
     "T5 gives hidden states after its logits": (t5, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'.* Of a tuple take the first"),
     "so does BART": (bart, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'"),
-    "a metric of another name": (classifier, {"compute_metrics": accuracy, "changes": {"metric_for_best_model": "acuracy"}}, "got 'acuracy', and metrics accuracy, loss"),
-    "a metric without metrics": (classifier, {"changes": {"metric_for_best_model": "f1"}}, "got 'f1', and metrics loss"),
+    "a metric of another name": (classifier, {"compute_metrics": accuracy, "changes": {**EVERY, "metric_for_best_model": "acuracy"}}, "got 'acuracy', and metrics accuracy, loss"),
+    "a metric without metrics": (classifier, {"changes": {**EVERY, "metric_for_best_model": "f1"}}, "got 'f1', and metrics loss"),
     "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821  (as it is meant)
     "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
 }  # fmt: skip
@@ -166,6 +167,33 @@ def test_an_evaluation_that_fails_is_found_before_the_first_step(tmp_path, name)
     make, options, message = EVALUATIONS[name]
     trainer = trainer_of(tmp_path, make(), ended(), eval_dataset=ended(20), data_collator=padded, **options)
     refused(tmp_path, trainer, message)
+
+
+class OfMyOwn(torch.nn.Module):
+    """A model that is none of Transformers, with its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = torch.nn.Linear(6, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.classifier(input_ids.float() / 50)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def own_loss(forward, params, batch):
+    logits = forward(params, input_ids=batch["input_ids"], labels=batch["labels"])["logits"]
+    return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+
+def test_a_model_that_is_none_of_transformers(tmp_path):
+    trainer = trainer_of(
+        tmp_path, OfMyOwn(), ended(), eval_dataset=ended(20), data_collator=padded, loss=own_loss, compute_metrics=accuracy,
+        changes={**EVERY, "include_for_metrics": ["inputs", "loss"], "metric_for_best_model": "accuracy"},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.ledger.num_steps == 4
+    assert sum("eval_accuracy" in line for line in trainer.state.log_history) == 2
 
 
 def test_labels_of_several_classes_are_floats(tmp_path):
