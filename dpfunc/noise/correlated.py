@@ -18,6 +18,7 @@ from dpfunc.noise.strategies import Recursion, Strategy
 from dpfunc.types import Event, Params, Schedule
 
 _METHODS = ("row", "sensitivity", "recursion")
+_LARGEST = 1e15  # of weights and sensitivities; float32 holds their products with any clip norm
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Correlated:
     def check(self, run: Run) -> None:
         """Refuse samplers without `participation`, schedules of the noise, and buffers that a strategy does not have.
 
+        And strategies whose noise grows beyond what float32 holds, as `BandMF((1.0, 3.0))` does by 3 a step.
+
         Raises:
             InvalidArgument: with what to use instead.
         """
@@ -88,6 +91,7 @@ class Correlated:
         )  # fmt: skip
         if self.buffers == "state":
             self._recursion(run.num_steps)
+        _check_values(self.strategy, run)
 
     def events(self, run: Run, start: int, stop: int) -> tuple[Event, ...]:
         """Those of the whole run if step 0 is among the steps, else none."""
@@ -135,15 +139,36 @@ def _multiplier(run: Run) -> float:
     return run.noise_multiplier
 
 
+def _check_values(strategy: Strategy, run: Run) -> None:
+    """Refuse values of a strategy, or of a sampler, with which the run has no cost or its noise no numbers."""
+    steps = run.num_steps
+    told = run.sampler.participation(steps)
+    if not isinstance(told, tuple) or len(told) != 2:
+        raise fail("a pair (separation, participations) from participation(num_steps)", "participation", told)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = float(strategy.sensitivity(steps, *told))
+        weights = np.concatenate([strategy.row(steps, step) for step in (0, steps - 1)])
+    expect(
+        1 / _LARGEST <= moved <= _LARGEST, f"a strategy of sensitivity up to {_LARGEST:g}", "strategy", strategy,
+        f"Its sensitivity is {moved:g}.",
+    )  # fmt: skip
+    largest = float(np.abs(weights).max())
+    expect(
+        largest <= _LARGEST, f"a strategy whose noise has weights up to {_LARGEST:g}", "strategy", strategy,
+        f"In {steps} steps C^-1 grows to {largest:g}. Weights that fall fast enough, as those of optimal_bands and "
+        "optimal_buffers, keep it small.",
+    )  # fmt: skip
+
+
 def _whole(strategy: Strategy, run: Run) -> tuple[Event, ...]:
     """Events of all steps of a run."""
     steps, sigma = run.num_steps, _multiplier(run)
     cycle = getattr(run.sampler, "cycle", 0)
-    if strategy.bands is not None and strategy.bands <= cycle:
-        events: tuple[Event, ...] = run.sampler.events(0, steps, sigma / strategy.sensitivity(steps, steps, 1))
-        return events
     participation = getattr(run.sampler, "participation", None)
     separation, most = (1, steps) if participation is None else participation(steps)
+    if strategy.bands is not None and strategy.bands <= min(cycle, separation):
+        events: tuple[Event, ...] = run.sampler.events(0, steps, sigma / strategy.sensitivity(steps, steps, 1))
+        return events
     return (Event(1.0, sigma / strategy.sensitivity(steps, separation, most), 1),)
 
 

@@ -14,7 +14,9 @@ class Sampler(Protocol):
     A sampler holds public facts only; the key is an argument. Implement these methods to bring your own, and claim in
     `events` no more than its proof gives. A further method `participation(num_steps) -> (separation, participations)`
     may bound, for correlated noise, how often a record takes part in the first `num_steps` steps: at most so many
-    times, and two of them are at least `separation` steps apart.
+    times, and two of them are at least `separation` steps apart. A number `cycle` says, as of `CyclicPoisson`, that
+    records are in groups that take turns, and that `events` are Poisson samples of one group: correlated noise of at
+    most so many bands is then charged by them. No other sampler has an attribute of this name.
     """
 
     @property

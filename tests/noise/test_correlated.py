@@ -217,3 +217,73 @@ def test_telemetry_errors_are_those_of_the_noise():
     for step, norm in ((0, 1.25), (1, 1.25 * np.hypot(1, 0.75))):
         ratio = own.telemetry_errors(step)["loss"] / alone.telemetry_errors(step)["loss"]
         assert ratio == pytest.approx(norm)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        (noise.BandMF((0.001, 1.0)), 40), (noise.BandMF((1.0, 3.0)), 300), (noise.BandMF((1e-320, 1.0)), 40),
+        (noise.BandMF((1e300, 1e300)), 8), (noise.BandMF((1e-40,)), 1), (noise.BLT((1e6,), (0.5,)), 40),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_noise_without_numbers_is_refused_before_a_run(strategy, steps):
+    """Weights that overflow made a step fail after the whole run was paid, by an error that blames the records."""
+    with pytest.raises(InvalidArgument, match=r"strategy=B.*(sensitivity is|C\^-1 grows to)"):
+        noise.Correlated(strategy).check(Run(ShuffledOnce(100, 10), 1.0, steps))
+
+
+class Told(ShuffledOnce):
+    """A sampler of a user, with what it says about participation."""
+
+    told = (0, 0)
+
+    def participation(self, num_steps):
+        return self.told
+
+
+@pytest.mark.parametrize("told", [3, (0, 1), (1, 0), (1, 1.5), None], ids=str)
+def test_a_participation_outside_its_domain_is_refused_before_a_run(told, monkeypatch):
+    monkeypatch.setattr(Told, "told", told)
+    with pytest.raises(InvalidArgument, match=r"participation|separation"):
+        noise.Correlated(noise.BISR(2)).check(Run(Told(100, 10), 1.0, 20))
+
+
+class Often(Poisson):
+    """A sampler with a number of another meaning under the name `cycle`: a record can be in each step."""
+
+    cycle = 10
+
+    def participation(self, num_steps):
+        return 1, num_steps
+
+
+def test_samples_in_cycles_are_not_claimed_where_a_record_comes_again_sooner():
+    run = Run(Often(100, 0.1), 1.0, 8)
+    (event,) = noise.Correlated(BANDS).events(run, 0, 8)
+    assert event.sampling_prob == 1
+    assert event.noise_multiplier == pytest.approx(1 / BANDS.sensitivity(8, 1, 8))
+
+
+def test_a_strategy_of_a_user_is_asked_each_time():
+    """Its sensitivity was remembered, by an object that can change, or that has no hash."""
+
+    class Powers(noise.Toeplitz):
+        bands = None
+        decay = 0.5
+        __hash__ = None
+
+        def coefficients(self, num_steps):
+            return self.decay ** np.arange(num_steps)
+
+        def inverse(self, num_steps):
+            return np.array([1.0, -self.decay, *[0.0] * num_steps])[:num_steps]
+
+        def recursion(self, num_steps):
+            return None
+
+    own = Powers()
+    before = own.sensitivity(20, 20, 1)
+    own.decay = 0.9
+    assert before**2 == pytest.approx(4 / 3, rel=1e-9)
+    assert own.sensitivity(20, 20, 1) ** 2 == pytest.approx((1 - 0.9**40) / (1 - 0.9**2), rel=1e-9)

@@ -5,7 +5,6 @@ independent Gaussian noise. It costs what one release of `C x + z` costs, which 
 """
 
 from abc import ABC, abstractmethod
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -111,7 +110,6 @@ def most_participations(num_steps: int, separation: int, participations: int) ->
     return min(participations, -(-num_steps // separation))
 
 
-@lru_cache(maxsize=256)
 def _sensitivity(strategy: Any, num_steps: int, separation: int, participations: int) -> float:
     column = np.abs(strategy.coefficients(num_steps))
     k = most_participations(num_steps, separation, participations)
