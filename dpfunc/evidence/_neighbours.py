@@ -151,11 +151,9 @@ def _of_descriptors() -> Iterator[Callable[[], str]]:
 
 @contextmanager
 def lines_of() -> Iterator[Callable[[], str]]:
-    """Lines that are printed or logged inside; warnings about keys of tests, and lines that say that they are private,
-    are left out."""
+    """Lines that are printed or logged inside; warnings about keys of tests are left out."""
     text, root = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(text)
-    handler.addFilter(lambda record: not record.getMessage().endswith("do not publish it."))
     root.addHandler(handler)
     try:
         with _of_descriptors() as more, redirect_stdout(text), redirect_stderr(text), warnings.catch_warnings():
