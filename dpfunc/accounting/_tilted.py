@@ -133,7 +133,8 @@ def one_direction(
         gain, best = best - found, min(best, found)
         settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
         if best <= floor or (
-            settled and (t * best > _KINKED or (fine < 1 and gain < _GAIN * max(best, 0.01 / steepness)))
+            settled
+            and ((not fixed and t * best > _KINKED) or (fine < 1 and gain < _GAIN * max(best, 0.01 / steepness)))
         ):
             break
         fine /= 8 if settled else 1
