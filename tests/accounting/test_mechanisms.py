@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +142,13 @@ def test_sampled_zcdp_is_above_sampled_gaussians():
     assert costs[1] < 0.8 * costs[2]
     more = epsilon(Ledger((ZCDP(20, rho=1 / 8, xi=0.01),)), 1e-6).epsilon
     assert more == pytest.approx(costs[2] + 20 * 0.01, rel=1e-9)
+
+
+def test_the_block_of_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "accounting.md").read_text()
+    blocks = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 1
+    exec(blocks[0], {})
 
 
 EVENTS = [
