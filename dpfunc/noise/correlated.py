@@ -192,6 +192,17 @@ def _empty(params: Params, buffers: int) -> dict[str, Any]:
     return {"buffers": [{name: zeros(param) for name, param in params.items()} for _ in range(buffers)]}
 
 
+def _check_layout(buffers: list[dict[str, Tensor]], name: str, noise: Tensor) -> None:
+    """Refuse a sum that a run began without, or in another shape: a buffer that is spread over it is other noise."""
+    shapes = [tuple(local(each[name]).shape) if name in each else None for each in buffers]
+    if any(shape != tuple(noise.shape) for shape in shapes):
+        raise InvalidArgument(
+            f"Expected the parameters with which the run began, whose earlier noise is in buffers, got {name!r} of "
+            f"shape {tuple(noise.shape)}, with buffers of shape {shapes[0]}. Nothing was released. Begin a new run "
+            "with these parameters: dp_step.init(params, dpfunc.secure_key(), ledger=state.ledger)."
+        )
+
+
 def _buffered(recursion: Recursion, source: Source) -> Draw:
     """Noise by a recursion: see `Recursion`. The state that is given stays as it is: a step may be taken again."""
 
@@ -200,6 +211,7 @@ def _buffered(recursion: Recursion, source: Source) -> Draw:
         before: list[dict[str, Tensor]] = state["buffers"]
         after: list[dict[str, Tensor]] = [{} for _ in before]
         for name, value in noise.items():
+            _check_layout(before, name, value)
             own = [local(buffer[name]) for buffer in before]
             value.mul_(recursion.scale)
             for weight, buffer in zip(recursion.read, own, strict=True):

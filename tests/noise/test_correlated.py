@@ -287,3 +287,18 @@ def test_a_strategy_of_a_user_is_asked_each_time():
     own.decay = 0.9
     assert before**2 == pytest.approx(4 / 3, rel=1e-9)
     assert own.sensitivity(20, 20, 1) ** 2 == pytest.approx((1 - 0.9**40) / (1 - 0.9**2), rel=1e-9)
+
+
+@pytest.mark.parametrize("changed", [{"w": (4, 3)}, {"w": (4, 1), "v": (2,)}, {"w": (4,)}], ids=str)
+def test_buffers_are_of_the_parameters_with_which_the_run_began(changed):
+    """A buffer of (4, 1) was spread over a sum of (4, 3): three numbers with the same earlier noise; others: raw errors."""
+
+    def sums(shapes):
+        leaves = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        return ClippedSum(leaves, dict.fromkeys(leaves, "all"), {"all": 1.0})
+
+    mechanism = noise.Correlated(BANDS, "state").mechanism(Run(ShuffledOnce(100, 10), 1.0, 8))
+    first = sums({"w": (4, 1)})
+    _, state = mechanism.add(first, mechanism.init(first.sums), Turn(0, key_of(0), key_of))
+    with pytest.raises(InvalidArgument, match=r"parameters with which the run began.*shape"):
+        mechanism.add(sums(changed), state, Turn(1, key_of(1), key_of))
