@@ -2,6 +2,7 @@
 
 from dpfunc.updates.adamw_bc import AdamWBC
 from dpfunc.updates.averages import Ema, LastSteps
+from dpfunc.updates.moments import JointMoments
 from dpfunc.updates.scaling import scaled_loss, unscaled
 
-__all__ = ["AdamWBC", "Ema", "LastSteps", "scaled_loss", "unscaled"]
+__all__ = ["AdamWBC", "Ema", "JointMoments", "LastSteps", "scaled_loss", "unscaled"]

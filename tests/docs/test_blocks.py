@@ -86,7 +86,7 @@ def test_recipes(toy, tmp_path):
 
 def test_recipes_views_and_averages(toy):
     """Views of images that are flipped at random; the average of a run on the same plan."""
-    views, averages, adam, scaled = blocks("recipes.md")[2:]
+    views, averages, adam, scaled, moments = blocks("recipes.md")[2:]
     plan = dpfunc.Plan(dpfunc.sampling.Poisson(200, 0.1), clipping.Flat(1.0), 1.0, num_steps=5, delta=1e-3)
     facts = {"dpfunc": dpfunc, "torch": torch, "plan": plan}
     images, labels = torch.randn(200, 1, 2, 2), torch.randint(0, 2, (200,))
@@ -105,6 +105,8 @@ def test_recipes_views_and_averages(toy):
     assert names["optimizer"].param_groups[0]["noise_std"] == 1.0 / 20  # z C / b
     after = run(scaled, state=names["state"], **given, **facts)
     assert after["state"].ledger.num_steps == 10
+    after = run(moments, state=after["state"], **given, **facts)
+    assert after["state"].ledger.num_steps == 13
     assert all(torch.isfinite(value).all() for value in values.values())
 
 
