@@ -21,6 +21,7 @@ from dpfunc.hf.vision_language._images import check_readable, image_text_collato
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train._features import TableFeatures
+from dpfunc.train._views import views_of
 from dpfunc.train.config import FEATURES, DataSection, Job
 from dpfunc.train.tables import Row, Table, number_of, read_images, read_table, split
 
@@ -58,7 +59,8 @@ class PadRight:
     multiple: int = _PADDING
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The batch: input_ids (B, T) or hidden (B, T, D), with attention_mask; or features; labels (B, L) or (B,)."""
+        """The batch: input_ids (B, T) or hidden (B, T, D), with attention_mask; or features (B, K) or (B, V, K) of
+        V views; labels (B, L), (B,) or (B, V)."""
         first = records[0]
         labels = (
             torch.tensor([record["labels"] for record in records])
@@ -66,7 +68,10 @@ class PadRight:
             else self._rows(records, "labels", IGNORED)
         )
         if "features" in first:
-            return {"features": torch.stack([record["features"] for record in records]), "labels": labels}
+            features = torch.stack([record["features"] for record in records])
+            if features.dim() > 2:  # of several views: each has the label of its record
+                labels = labels[:, None].repeat(1, features.shape[1])
+            return {"features": features, "labels": labels}
         name, fill = ("hidden", 0) if "hidden" in first else ("input_ids", self.pad)
         rows = self._rows(records, name, fill)
         lengths = torch.tensor([len(record[name]) for record in records])
@@ -98,34 +103,38 @@ def read_records(job: Job, processing: Any) -> Records:
     persons = None
     if unit is not None:
         train, persons = _by_person(job, train, unit)
-    _check_trainable(job, train, len(train if persons is None else persons), len(train) + len(held_out), processing)
+    views = job.privacy.dp_views
+    vectors = len(train) * views + len(held_out)
+    _check_trainable(job, train, len(train if persons is None else persons), vectors, processing)
     trained_on, evaluated_on = (
-        _records_of(job, processing, rows, _folder(job, file))
-        for rows, file in ((train, data.train), (held_out, data.eval or data.train))
+        _records_of(job, processing, rows, _folder(job, file), views=count)
+        for rows, file, count in ((train, data.train, views), (held_out, data.eval or data.train, 1))
     )
     return Records(trained_on, evaluated_on, persons, seen)
 
 
-def _records_of(job: Job, processing: Any, rows: Sequence[Row], folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """The records of rows; features are rows of one tensor.
+def _records_of(
+    job: Job, processing: Any, rows: Sequence[Row], folder: Path, *, views: int
+) -> tuple[Mapping[str, Any], ...]:
+    """The records of rows; features are rows of one tensor, (K,) of each or (V, K) of V views.
 
     A tensor for each would lie between the fragments of the heap that computing it has left, which are 20 times as
     large as the features of a small image (test_features_take_the_memory_that_they_need).
     """
-    made = (record_of(job, processing, row, folder) for row in rows)
+    made = (record_of(job, processing, row, folder, views=views) for row in rows)
     if job.task not in FEATURES:
         return tuple(made)
-    whole_NK = torch.empty(len(rows), processing.size)
-    return tuple(
-        {**record, "features": x_K.copy_(record["features"])} for x_K, record in zip(whole_NK, made, strict=True)
-    )
+    several = () if views == 1 else (views,)
+    whole = torch.empty(len(rows), *several, processing.size)
+    return tuple({**record, "features": x.copy_(record["features"])} for x, record in zip(whole, made, strict=True))
 
 
-def _check_trainable(job: Job, train: Sequence[Row], units: int, records: int, processing: Any) -> None:
+def _check_trainable(job: Job, train: Sequence[Row], units: int, vectors: int, processing: Any) -> None:
     """Check that there are two classes, about as many records as the plan is for, and memory for their features."""
     data, bound, most = job.data, job.privacy.dp_dataset_size, job.training.cache_mib
     size = processing.size if job.task in FEATURES else 0
-    needed = -(-records * size * 4 // 2**20)
+    what = "records" if job.privacy.dp_views == 1 else "views of records"
+    needed = -(-vectors * size * 4 // 2**20)
     refuse(
         (job.task in ("text_classification", *FEATURES) and len({row[data.label_column] for row in train}) == 1,
          f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
@@ -134,7 +143,7 @@ def _check_trainable(job: Job, train: Sequence[Row], units: int, records: int, p
          f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got {units}. "
          "Is the table whole? Or choose a lower bound."),
         (needed > most,
-         f"Expected features that take at most training.cache_mib={most} MiB, got {records} records of "
+         f"Expected features that take at most training.cache_mib={most} MiB, got {vectors} {what} of "
          f"{size} features, which take {needed}. Raise it, or take smaller images."),
     )  # fmt: skip
 
@@ -290,8 +299,8 @@ def _read_once(image: Path, changed: int, size: int) -> None:
     check_readable(image)
 
 
-def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
-    """Make the record of a row: token ids and labels, or what the collator of images takes."""
+def record_of(job: Job, processing: Any, row: Row, folder: Path, *, views: int = 1) -> Mapping[str, Any]:
+    """Make the record of a row: token ids and labels, or what the collator of images takes, or features of views."""
     data = job.data
     match job.task:
         case "causal_lm":
@@ -306,6 +315,8 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str,
     labels = {"labels": float(label) if job.task == "text_regression" else data.classes.index(label)}
     if job.task in FEATURES:
         record = row if job.task == "table_classification" else folder / row["image"]
+        if views > 1:
+            return {"features": torch.stack([processing.encode(view) for view in views_of(record, views)]), **labels}
         return {"features": processing.encode(record), **labels}
     return {**_encoded(processing, row, data), **labels}
 

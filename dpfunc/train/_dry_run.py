@@ -12,6 +12,7 @@ from dpfunc.train._dataset import collator, seen_lines
 from dpfunc.train._frozen import kept_bytes
 from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job
+from dpfunc.train._views import view_lines
 from dpfunc.train.config import Job
 from dpfunc.train.run import Prepared, check_job, loss_of_job, prepare, rehearse
 
@@ -36,6 +37,7 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
         *seen_lines(records),
         *[f"people: {n}, each of them protected, with at most {most} records each. Batches count people"]
         * (records.persons is not None),
+        *view_lines(job.privacy.dp_views),
         *recipe_lines(prepared.recipe, missing),
         f"steps: {prepared.num_steps}",
         f"logical batch: {job.batch_size} expected, physical batch: {job.physical_batch_size}",

@@ -61,8 +61,9 @@ def frozen_bytes(job: Job, model: nn.Module, records: Records) -> int:
 
 
 def _vectors(job: Job, records: Records) -> int:
-    """Number of records, as far as it is public."""
-    return job.privacy.public_size(len(records.units)) * job.data.units_size + len(records.evaluation)
+    """Number of records, those to train on with all of their views, as far as it is public."""
+    each = job.data.units_size * job.privacy.dp_views
+    return job.privacy.public_size(len(records.units)) * each + len(records.evaluation)
 
 
 def _base(model: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from dpfunc._utils.validation import expect, fail, one_of, refuse, suggestion, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
+from dpfunc.train._views import VIEWS
 
 Task = Literal[
     "text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa",
@@ -288,9 +289,13 @@ def _rules_of_strategy(job: Job) -> _Rules:
         (job.privacy.dp_recipe is not None,
          fail("no dp_recipe in a job", "privacy.dp_recipe", job.privacy.dp_recipe,
               "What the section training leaves out comes from the recipe of the strategy.")),
-        (job.privacy.dp_views > 1,
-         fail("privacy.dp_views=1 in a job", "privacy.dp_views", job.privacy.dp_views,
-              "No task reads its records at random, so that views would be copies. Augment in a script of your own.")),
+        (job.privacy.dp_views > 1 and job.task != "image_classification",
+         fail(f"privacy.dp_views=1 with task={job.task!r}", "privacy.dp_views", job.privacy.dp_views,
+              "Images alone have views in a job: this task reads each record in one way, and views would be copies. "
+              "Augment in a script of your own.")),
+        (job.privacy.dp_views > len(VIEWS),
+         fail(f"1 <= dp_views <= {len(VIEWS)}, as many as there are of an image", "privacy.dp_views",
+              job.privacy.dp_views)),
         (head_rate is not None and not (job.task in NEW_HEAD and adapts),
          fail("no head_rate without a new head beside adapters", "training.head_rate", head_rate)),
     )  # fmt: skip

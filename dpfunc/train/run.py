@@ -32,6 +32,7 @@ from dpfunc.hf.trainer._settings import recomputed, refuse_environment
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, insecure_key
+from dpfunc.sampling import mean_over_views
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, collator, read_records, seen_lines
@@ -39,6 +40,7 @@ from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
 from dpfunc.train._saved import made_up_batch, rehearse_saving, save_model
+from dpfunc.train._views import view_lines
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, LOSSES, Job
 from dpfunc.train.tables import json_values
 
@@ -132,7 +134,8 @@ def run_job(
             lambda: prepare(folders.recorded_job(job) if resume else job), ranks, "Nothing was trained"
         )
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        lines = [*seen_lines(records), *recipe_lines(prepared.recipe, job.training.missing), *about]
+        views = view_lines(prepared.job.privacy.dp_views)
+        lines = [*seen_lines(records), *views, *recipe_lines(prepared.recipe, job.training.missing), *about]
         for line in lines if writes else ():
             say(line)
         prepared = replace(prepared, records=records)
@@ -182,8 +185,10 @@ def _check_loggers(names: Sequence[str]) -> None:
 
 
 def loss_of_job(job: Job) -> Loss:
-    """The loss of one unit: the name of the task's; of a person the mean over that person's records."""
+    """The loss of one unit: the name of the task's; of a person, or of views, the mean over records, or over views."""
     name = LOSSES[job.task]
+    if job.privacy.dp_views > 1:
+        return mean_over_views(TASKS[name])
     return name if job.data.unit_column is None else mean_over_texts(TASKS[name])
 
 
@@ -192,11 +197,12 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
     from dpfunc.hf.trainer.trainer import DPTrainer
 
     job, records = prepared.job, prepared.records
-    many = _FEATURES_AT_ONCE // job.data.units_size
+    many = _FEATURES_AT_ONCE // (job.data.units_size * job.privacy.dp_views)
     at_once = max(many, job.physical_batch_size) if "features" in records.train[0] else job.physical_batch_size
     return (kind or DPTrainer)(
         model=prepared.model, args=training_arguments(prepared),
-        privacy=replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False),
+        # views are in the records already, with their mean in the loss: the loader reads each record once
+        privacy=replace(job.privacy, dp_physical_batch_size=min(at_once, job.batch_size), dp_dry_run=False, dp_views=1),
         loss=loss_of_job(job), unit=folders.unit_of(job), key=key, ledger=prepared.spent, budget=prepared.budget,
         train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),

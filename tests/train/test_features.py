@@ -419,7 +419,7 @@ def test_mistakes_are_refused_with_advice(tmp_path, monkeypatch, kind, name):
 
 
 def test_the_blocks_of_the_guide_run(tmp_path, monkeypatch):
-    """Both jobs as they stand, with fewer steps, and the command after the first one."""
+    """The jobs as they stand, with fewer steps, and the command after the first one."""
     guide = (ROOT / "docs" / "guides" / "train.md").read_text()
     monkeypatch.chdir(tmp_path)
     write_csv(Path("people.csv"), people(160))
@@ -428,7 +428,7 @@ def test_the_blocks_of_the_guide_run(tmp_path, monkeypatch):
     for name, label in (("flat", "cat"), ("bars", "dog")):
         Path("photos", name).rename(Path("photos", label))
     jobs = [block for block in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL) if "e_classification\n" in block]
-    assert len(jobs) == 2
+    assert len(jobs) == 3
     for block in jobs:
         Path("job.yaml").write_text(block)
         result = train("--steps", 2)

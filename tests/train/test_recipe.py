@@ -145,7 +145,7 @@ REFUSED = {
     "model.pooling: mean with classes or numbers of single texts": ["--strategy", "full", "--pooling", "mean"],
     "Expected lora.top_layers <= 2": ["--strategy", "lora", "--top_layers", "3"],
     "Expected no dp_recipe in a job": ["--dp_recipe", "head"],
-    "Expected privacy.dp_views=1 in a job": ["--dp_views", "2"],
+    "Expected privacy.dp_views=1 with task='text_classification'": ["--dp_views", "2"],
 }
 
 
