@@ -168,13 +168,14 @@ class Budget:
             why = "A search has reserved all that was left" if account.closed else "Lower the epsilon of the search"
             raise BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
         others, facts = account.charged(without=run), account.facts
+        limit = getattr(planned, "num_steps", ledger.num_steps)  # of a plan: one event may be that of many steps
         steps = affordable_steps(
             lambda count: others.compose(_first(planned, count)),
-            epsilon=facts.epsilon, delta=facts.delta, limit=ledger.num_steps,
+            epsilon=facts.epsilon, delta=facts.delta, limit=limit,
         )  # fmt: skip
         raise BudgetExhausted(
             f"Expected a run within the budget of the data set, epsilon={facts.epsilon:g} at delta={facts.delta:g}, "
-            f"got run={run!r}, with which all runs cost {cost:.4g}. {steps} of its {ledger.num_steps} steps would fit "
+            f"got run={run!r}, with which all runs cost {cost:.4g}. {steps} of its {limit} steps would fit "
             f"beside the {others.num_steps} that are charged; Plan.for_budget(budget=...) finds the noise for all. "
             f"{_NOTHING}"
         )

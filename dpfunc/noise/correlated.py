@@ -107,7 +107,7 @@ class Correlated:
     def mechanism(self, run: Run) -> Mechanism:
         """The mechanism of all steps: with a state that is a word, or buffers."""
         if self.buffers == "redraw":
-            return additive(run, self._redrawn(run), lambda params: {"noise": "of all keys"})
+            return additive(run, self._redrawn(run), lambda params: {"noise": "of all keys", "source": run.source})
         recursion = self._recursion(run.num_steps)
         buffered = additive(run, _buffered(recursion, run.source), lambda params: _empty(params, len(recursion.read)))
         return buffered._replace(add_share=None)
@@ -123,6 +123,11 @@ class Correlated:
 
     def _redrawn(self, run: Run) -> Draw:
         def draw(like: Leaves, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
+            begun = run.source if state is None else state["source"]
+            expect(
+                begun == run.source, f"noise_source={begun!r}, with which the run began", "noise_source", run.source,
+                "Earlier noise is drawn again: another source has other numbers. Nothing was spent.",
+            )  # fmt: skip
             row = self.strategy.row(run.num_steps, turn.step)
             total: dict[str, Tensor] = {}
             for back in reversed(range(len(row))):  # the oldest first: the last sum is with the largest part

@@ -21,6 +21,8 @@ from dpfunc.rng import fold_in, insecure_key, secure_key
 from dpfunc.sampling import CyclicPoisson, FixedSize, InOrder, Poisson, RandomAllocation, Shuffled, ShuffledOnce
 from dpfunc.types import ClippedSum
 
+STATE = {"noise": "of all keys", "source": "secure"}
+
 STRATEGIES = {
     "lambda-CGD": noise.LambdaCGD(0.9), "BISR": noise.BISR(4), "BSR": noise.BSR(5), "all bands": noise.BSR(),
     "BandMF": BANDS, "BLT": BUFFERS,
@@ -107,7 +109,7 @@ def test_nothing_is_kept(strategy, monkeypatch):
     monkeypatch.setattr(module, "standard_normal", counted)
     gc.collect()
     found, state = released(noise.Correlated(strategy), 12, 30)
-    assert state == {"noise": "of all keys"}
+    assert state == STATE
     assert len(alive) == sum(len(strategy.row(12, step)) for step in range(12))
     assert max(most) == 2
     gc.collect()
@@ -120,7 +122,7 @@ def test_only_the_keys_of_the_weights_are_used():
     for strategy, most in ((noise.LambdaCGD(0.5), 2), (noise.BISR(4), 4)):
         used = []
         turn = Turn(9, key_of(9), lambda step, used=used: used.append(step) or key_of(step))
-        noise.Correlated(strategy).mechanism(Run(ONCE, 1.0, 20)).add(clipped_sum(3), {"noise": "of all keys"}, turn)
+        noise.Correlated(strategy).mechanism(Run(ONCE, 1.0, 20)).add(clipped_sum(3), STATE, turn)
         assert sorted(used) == list(range(10 - most, 10))
 
 
@@ -148,6 +150,20 @@ def test_refused(case):
     made, message = REFUSED[case]
     with pytest.raises(InvalidArgument, match=message):
         made()
+
+
+def test_another_source_of_noise_is_refused_within_a_run():
+    """It has other numbers for earlier steps; buffers hold what was drawn, whatever drew it."""
+    run = Run(ShuffledOnce(512, 8), 2.0, 512)
+    params = {"w": torch.zeros(3)}
+    clipped = ClippedSum({"w": torch.zeros(3)}, {"w": "all"}, {"all": 1.0})
+    key_of = lambda step: fold_in(insecure_key(0), step)
+    mechanism = noise.Correlated(noise.BISR(3)).mechanism(run)
+    _, state = mechanism.add(clipped, mechanism.init(params), Turn(0, key_of(0), key_of))
+    other = noise.Correlated(noise.BISR(3)).mechanism(run._replace(source="device"))
+    with pytest.raises(InvalidArgument, match="noise_source='secure', with which the run began"):
+        other.add(clipped, state, Turn(1, key_of(1), key_of))
+    mechanism.add(clipped, state, Turn(1, key_of(1), key_of))
 
 
 def test_events():
