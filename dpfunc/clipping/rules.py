@@ -195,7 +195,7 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask
     inside = [bound * (1.0 - SLACK) for bound in bounds]
     most = [max(bound, 1.0) for bound in inside]
     infinite, none = [math.inf] * len(inside), [0.0] * len(inside)
-    inner_G, most_G, infinite_G, none_G = norms_BG.new_tensor([inside, most, infinite, none])  # sent at once
+    inner_G, most_G, infinite_G, none_G = norms_BG.new_tensor([inside, most, infinite, none]).unbind(0)
     usable_B1 = ((norms_BG.abs() < math.inf).all(dim=1) & mask_B)[:, None]  # false for NaN as well
     safe_norms_BG = torch.where(usable_B1, norms_BG, infinite_G)
     ceiling_BG = torch.where(safe_norms_BG < _TINY_NORM, most_G, inner_G / safe_norms_BG)

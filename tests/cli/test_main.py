@@ -50,7 +50,7 @@ def test_large_delta_is_warned_about():
 
 GOOD = ["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1, "--delta", 1e-5]
 BAD = {
-    "q > 1": (["epsilon", "-q", 1.5, "--steps", 10, "--sigma", 1, "--delta", 1e-5], 1, "0 < sampling_prob <= 1"),
+    "q > 1": (["epsilon", "-q", 1.5, "--steps", 10, "--sigma", 1, "--delta", 1e-5], 1, "0 <= sampling_prob <= 1"),
     "no noise": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 0, "--delta", 1e-5], 2, "epsilon is infinite"),
     "no steps": (["epsilon", "-q", 0.1, "--steps", 0, "--sigma", 1, "--delta", 1e-5], 1, "steps >= 1"),
     "neither steps nor epochs": (["epsilon", "-q", 0.1, "--sigma", 1, "--delta", 1e-5], 1, "either --steps or --epochs"),
