@@ -1,7 +1,7 @@
 """Recipes: optimizer, learning rate, batch size and number of steps of a private run, from public facts alone."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ from dpfunc.accounting import calibrate_noise
 from dpfunc.clipping import Automatic, Flat
 from dpfunc.errors import NoiseWarning
 from dpfunc.plan import Plan
+from dpfunc.sampling import mean_over_views
+from dpfunc.updates.averages import Average, average_of
 
 Strategy = Literal["head", "lora", "projector", "full", "pretrained"]
 
@@ -123,6 +125,8 @@ class Recipe:
         learning_rate: of the first step; it falls linearly to 0. The rate of Adam, without weight decay.
         noise_to_signal: `sqrt(d) sigma_1 / n`, see `recipe`.
         head_rate: rate of a new head beside adapters; None where there is none.
+        views: times that a step reads each record; for `plan.loader(..., views=recipe.views)`.
+        average: of the parameters over the steps, `ema:DECAY` or `last:COUNT`; None without one.
 
     Raises:
         InvalidArgument: from `plan`, where the plan would.
@@ -147,6 +151,8 @@ class Recipe:
     learning_rate: float
     noise_to_signal: float
     head_rate: float | None = None
+    views: int = 1
+    average: str | None = None
 
     def plan(self) -> Plan:
         """`Plan.for_budget` of these values, with add/remove neighbours."""
@@ -168,6 +174,25 @@ class Recipe:
         """The rate `learning_rate (1 - t / T)` at step t, if `step()` is called after each step."""
         return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.num_steps)
 
+    def loss(self, sample_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss for `make_dp_step`: that of single rows, or with several views its mean over them, before the clip.
+
+        >>> found = recipe("full", dataset_size=90_000, num_parameters=50, epsilon=3.0, delta=1e-6, views=2)
+        >>> loss_fn = found.loss(lambda params, x: params["w"] * x)
+        >>> loss_fn({"w": torch.tensor(1.0)}, torch.tensor([[1.0, 3.0], [5.0, 7.0]]))
+        tensor([2., 6.])
+        """
+        return sample_loss if self.views == 1 else mean_over_views(sample_loss)
+
+    def averaging(self) -> Average | None:
+        """The average to add the parameters of each step to, `updates.Ema` or `updates.LastSteps`; None without one.
+
+        >>> found = recipe("full", dataset_size=9000, num_parameters=50, epsilon=3.0, delta=1e-6, average="last:20")
+        >>> found.averaging()
+        LastSteps(count=20, num_steps=100)
+        """
+        return average_of(self.average, self.num_steps, "average")
+
     def training_arguments(self) -> dict[str, Any]:
         """The same settings for `transformers.TrainingArguments`, whose batch size is then the logical one."""
         return {
@@ -182,8 +207,13 @@ class Recipe:
         }
 
     def privacy_arguments(self) -> dict[str, Any]:
-        """The same budget and clip rule for `dpfunc.hf.trainer.PrivacyArguments`."""
-        return {"dp_epsilon": self.epsilon, "dp_delta": self.delta, **self.clip_arguments()}
+        """The same budget, clip rule, views and average for `dpfunc.hf.trainer.PrivacyArguments`."""
+        given: dict[str, Any] = {"dp_epsilon": self.epsilon, "dp_delta": self.delta, **self.clip_arguments()}
+        if self.views > 1:
+            given["dp_views"] = self.views
+        if self.average is not None:
+            given["dp_average"] = self.average
+        return given
 
     def clip_arguments(self) -> dict[str, Any]:
         """The clip rule alone, for `dpfunc.hf.trainer.PrivacyArguments`.
@@ -221,6 +251,10 @@ class Recipe:
         }
         if self.head_rate is not None:
             found["head_rate"] = f"{self.head_rate:.3g} for the new head, which has longer ways to go than adapters"
+        if self.views > 1:
+            found["views"] = f"{self.views}: asked for; their gradients are averaged before the clip"
+        if self.average is not None:
+            found["average"] = f"{self.average}: asked for; of released parameters, at no cost"
         return found
 
     def advice(self) -> str | None:
@@ -256,6 +290,8 @@ def recipe(
     num_head_parameters: int | None = None,
     feature_norm: float | None = None,
     sampling_prob: float | None = None,
+    views: int = 1,
+    average: str | None = None,
 ) -> Recipe:
     """Settings that work at the first try, from public facts alone.
 
@@ -293,12 +329,16 @@ def recipe(
         feature_norm: norm of what a row gives to the head, the 1 of its bias included, > 0; with a head only. None: 1,
             that of `Head` and `unit_rows`; behind a layer norm it is sqrt(k). It must be known without the data.
         sampling_prob: q, 0 < q <= 1. A smaller one costs less time and a little accuracy. None: see above.
+        views: K >= 1 of each record, see `sampling.mean_over_views`; no other value depends on it.
+        average: `ema:DECAY` or `last:COUNT`, see `updates.Ema` and `updates.LastSteps`; no other value depends on it.
+            What views and averages were worth where they were measured: docs/mechanisms.md.
 
     Raises:
         InvalidArgument: a value outside its domain; num_classes or feature_norm without a head.
 
     Guarantees:
-        a function of its arguments alone (tests/test_recipes.py::test_a_recipe_is_a_pure_function).
+        tests/test_recipes.py: a function of its arguments alone (test_a_recipe_is_a_pure_function); views and an
+        average change no other value and are passed on (test_views_and_an_average_change_no_other_value).
 
     >>> found = recipe("head", dataset_size=7463, num_parameters=770, epsilon=3.0, delta=1e-5, num_classes=2)
     >>> found.expected_batch_size, found.num_steps, found.clip.clip_norm
@@ -328,7 +368,10 @@ def recipe(
         learning_rate=_rate(strategy, d, noise, steps, norm),
         noise_to_signal=noise,
         head_rate=head_rate if strategy == "lora" else None,
+        views=integer("views", views, minimum=1),
+        average=average,
     )
+    found.averaging()  # which refuses what is none
     if (advice := found.advice()) is not None:
         warn(advice, NoiseWarning)
     return found

@@ -16,6 +16,7 @@ import dpfunc
 from dpfunc import recipes
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument, NoiseWarning
 from dpfunc.recipes import STRATEGIES, Head, recipe, unit_rows
+from dpfunc.state import replay
 
 BUDGET = {"epsilon": 3.0, "delta": 1e-5}
 # formulas hold for any noise, also where it hides all
@@ -139,7 +140,14 @@ def test_a_recipe_is_a_pure_function(strategy):
     assert recipe(strategy, **arguments) == recipe(strategy, **arguments)
     assert torch.equal(state, torch.get_rng_state())
     kinds = {p.annotation for p in inspect.signature(recipe).parameters.values()}
-    assert kinds == {recipes.Strategy, int, float, int | None, float | None}  # no records, no tensors, no modules
+    assert kinds == {
+        recipes.Strategy,
+        int,
+        float,
+        int | None,
+        float | None,
+        str | None,
+    }  # no records, no tensors, no modules
 
 
 def test_a_new_head_beside_adapters_has_its_own_rate():
@@ -205,6 +213,70 @@ def test_the_arguments_of_a_trainer_are_the_same(strategy):
     assert plan == found.plan()
 
 
+def test_views_and_an_average_change_no_other_value():
+    """Nor the plan; by default there is neither, and nothing is passed on."""
+    from dpfunc.hf.trainer.arguments import PrivacyArguments
+
+    plain, found = head(), head(views=4, average="ema:.95")
+    assert dataclasses.replace(found, views=1, average=None) == plain
+    assert found.plan() == plain.plan()
+    assert found.training_arguments() == plain.training_arguments()
+    loss_fn = lambda params, batch: batch
+    assert plain.loss(loss_fn) is loss_fn
+    assert plain.averaging() is None
+    asked = PrivacyArguments(**found.privacy_arguments())
+    assert (asked.dp_views, asked.dp_average) == (4, "ema:.95")
+    assert asked.average(found.num_steps) == found.averaging() == dpfunc.updates.Ema(0.95)
+    assert head(average="last:9999").averaging() == dpfunc.updates.LastSteps(found.num_steps, found.num_steps)
+    assert {*plain.privacy_arguments()} == {*found.privacy_arguments()} - {"dp_views", "dp_average"}
+    reasons = found.reasons()
+    assert {*reasons} - {*plain.reasons()} == {"views", "average"}
+    assert reasons["views"].startswith("4: asked for")
+    assert reasons["average"].startswith("ema:.95: asked for")
+
+
+def test_a_run_of_a_recipe_with_views_and_an_average():
+    """Equal, bit for bit, to a loop in which both are written out."""
+
+    class Turned(torch.utils.data.Dataset):
+        def __init__(self, x, y):
+            self.x, self.y = x, y
+
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, index):
+            return {"x": self.x[index] + 0.1 * torch.randn(3), "y": self.y[index]}
+
+    source = torch.Generator().manual_seed(3)
+    dataset = Turned(torch.randn(200, 3, generator=source), torch.randint(2, (200,), generator=source))
+    found = recipe("lora", dataset_size=200, num_parameters=6, **BUDGET, views=3, average="last:5")
+    plan = found.plan()
+
+    def loss_fn(params, batch):
+        return torch.nn.functional.cross_entropy(batch["x"] @ params["w"], batch["y"], reduction="none")
+
+    def run(loss, views):
+        params, seen, dp_step = {"w": torch.zeros(3, 2)}, [], dpfunc.make_dp_step(loss, plan)
+        state = replay(dp_step.init(params, dpfunc.insecure_key(71)))
+        for batch in plan.loader(dataset, state, views=views):
+            grads, state, _ = dp_step(params, batch, state)
+            params = {"w": params["w"] - 0.1 * grads["w"]}
+            seen.append(params["w"])
+        return seen
+
+    mine = run(found.loss(loss_fn), found.views)
+    theirs = run(dpfunc.sampling.mean_over_views(loss_fn), 3)
+    assert len(mine) == found.num_steps == 40
+    assert torch.equal(torch.stack(mine), torch.stack(theirs))
+    assert not torch.equal(mine[-1], run(loss_fn, 1)[-1])
+    average = found.averaging()
+    state = average.begin()
+    for value in mine:
+        state = average.add(state, {"w": value})
+    torch.testing.assert_close(state["params"]["w"], torch.stack(mine[-5:]).mean(0))
+
+
 @pytest.mark.parametrize(
     ("strategy", "changes", "message"),
     [
@@ -222,6 +294,11 @@ def test_the_arguments_of_a_trainer_are_the_same(strategy):
         ("full", {"dataset_size": 0}, "got dataset_size=0"),
         ("full", {"num_parameters": 0}, "got num_parameters=0"),
         ("full", {"sampling_prob": 1.5}, "got sampling_prob=1.5"),
+        ("full", {"views": 0}, "got views=0"),
+        ("full", {"views": 2.5}, "got views=2.5"),
+        ("full", {"average": "mean"}, "Expected ema:DECAY, or last:COUNT, got average='mean'"),
+        ("full", {"average": 0.99}, "Expected ema:DECAY, or last:COUNT, got average=0.99"),
+        ("full", {"average": "ema:1.5"}, "got decay=1.5"),
     ],
 )
 def test_values_outside_of_their_domain(strategy, changes, message):

@@ -27,7 +27,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer._recipes import new_head
-from dpfunc.hf.trainer._run import Loss, trainable
+from dpfunc.hf.trainer._run import Loss, trainable, with_accuracy
 from dpfunc.hf.trainer._settings import recomputed, refuse_environment
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -188,7 +188,8 @@ def loss_of_job(job: Job) -> Loss:
     """The loss of one unit: the name of the task's; of a person, or of views, the mean over records, or over views."""
     name = LOSSES[job.task]
     if job.privacy.dp_views > 1:
-        return mean_over_views(TASKS[name])
+        own = with_accuracy(name, job.privacy.telemetry())
+        return mean_over_views(TASKS[own] if isinstance(own, str) else own)
     return name if job.data.unit_column is None else mean_over_texts(TASKS[name])
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, integer, named, open_unit, set_fields
+from dpfunc._utils.validation import expect, fail, integer, named, open_unit, set_fields
 from dpfunc.types import Params
 
 
@@ -117,3 +117,22 @@ class LastSteps:
         """The state with the parameters after one more step."""
         number = state["step"] + 1 - (self.num_steps - self.count)  # of those that count
         return _add(state, params, 1.0 / max(1, number))
+
+
+def average_of(text: str | None, num_steps: int, name: str) -> Average | None:
+    """The average over a run of so many steps that a text names: `ema:DECAY` or `last:COUNT`; None of None.
+
+    Errors are of the argument `name`.
+
+    >>> average_of("last:20", num_steps=10, name="average")
+    LastSteps(count=10, num_steps=10)
+    """
+    if text is None:
+        return None
+    kind, _, value = text.partition(":") if isinstance(text, str) else ("", "", "")
+    decimal = value.replace(".", "", 1).isdecimal()
+    if kind == "ema" and decimal:
+        return Ema(float(value))
+    if kind == "last" and value.isdecimal():
+        return LastSteps(min(int(value), num_steps), num_steps)
+    raise fail("ema:DECAY, or last:COUNT", name, text, "For example ema:0.99, or last:20.")

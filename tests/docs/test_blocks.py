@@ -86,7 +86,7 @@ def test_recipes(toy, tmp_path):
 
 def test_recipes_views_and_averages(toy):
     """Views of images that are flipped at random; the average of a run on the same plan."""
-    views, averages, adam, scaled, moments = blocks("recipes.md")[2:]
+    views, averages, both, adam, scaled, moments = blocks("recipes.md")[2:]
     plan = dpfunc.Plan(dpfunc.sampling.Poisson(200, 0.1), clipping.Flat(1.0), 1.0, num_steps=5, delta=1e-3)
     facts = {"dpfunc": dpfunc, "torch": torch, "plan": plan}
     images, labels = torch.randn(200, 1, 2, 2), torch.randint(0, 2, (200,))
@@ -98,6 +98,9 @@ def test_recipes_views_and_averages(toy):
     state = dp_step.init(params, dpfunc.insecure_key(0))
     run(averages, dp_step=dp_step, state=state, params=params, data=toy.data, evaluate=seen.append, **facts)
     assert seen[0].keys() == params.keys()
+    names = run(both, **{**names, "n": 200, "params": {"w": torch.zeros(4, 2)}})
+    assert names["batch"]["x"].shape[1:] == (2, 1, 2, 2)
+    assert names["averaged"]["step"] == names["plan"].num_steps == 100
     values = {name: value.detach().clone() for name, value in params.items()}
     given = {"params": values, "data": toy.data, "loss_fn": toy.loss_fn}
     dp_step = dpfunc.make_dp_step(toy.loss_fn, plan)

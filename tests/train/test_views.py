@@ -128,6 +128,22 @@ def test_a_run_is_a_plain_loop_over_these_features(here):
     assert record("run")["noise_multiplier"] == record("single")["noise_multiplier"]
 
 
+def test_the_accuracy_of_views_can_be_released(here):
+    """As telemetry: it is the mean over the views of a record too."""
+    Path("told.yaml").write_text(
+        Path("job.yaml").read_text().replace("privacy: {", "privacy: {dp_telemetry: [accuracy], ")
+    )
+    result = run("train", "told.yaml", "--output_dir", "told", "--insecure-seed", 6)
+    assert result.exit_code == 0, result.output
+    (state,) = Path("told").glob("checkpoint-6/trainer_state.json")
+    told = [
+        line["released/accuracy"]
+        for line in json.loads(state.read_text())["log_history"]
+        if "released/accuracy" in line
+    ]
+    assert len(told) == 1
+
+
 def test_the_run_says_how_many_views_it_has(folder, here):
     assert f"views: {K} of each image to train on, whose gradients are averaged before the clip" in folder[1]
     assert json.loads(Path("run/job.json").read_text())["filled"]["privacy"]["dp_views"] == K

@@ -27,8 +27,7 @@ from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
-from dpfunc.updates import Ema, LastSteps
-from dpfunc.updates.averages import Average
+from dpfunc.updates.averages import Average, average_of
 
 # Of each argument, where it is given.
 _DOMAINS: dict[str, Callable[[str, Any], object]] = {
@@ -192,15 +191,7 @@ class PrivacyArguments:
 
     def average(self, num_steps: int) -> Average | None:
         """The average that `dp_average` names, over a run of so many steps; None without one."""
-        if self.dp_average is None:
-            return None
-        kind, _, value = self.dp_average.partition(":")
-        decimal = value.replace(".", "", 1).isdecimal()
-        if kind == "ema" and decimal:
-            return Ema(float(value))
-        if kind == "last" and value.isdecimal():
-            return LastSteps(min(int(value), num_steps), num_steps)
-        raise fail("ema:DECAY, or last:COUNT", "dp_average", self.dp_average, "For example ema:0.99, or last:20.")
+        return average_of(self.dp_average, num_steps, "dp_average")
 
     def telemetry(self) -> Telemetry | None:
         """Statistics of `dp_telemetry`. A histogram of norms has edges at 1/4, 1/2, 1, 2 and 4 times the bound."""
