@@ -24,6 +24,7 @@ from dpfunc.accounting.mechanisms import (
     MixtureOfGaussians,
     RandomizedResponse,
     Tree,
+    WithoutNoise,
 )
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
@@ -49,7 +50,7 @@ class Laplace(Event):
 
 
 @dataclass(frozen=True, order=True)
-class Opaque(Event):
+class Opaque(WithoutNoise):
     """Releases of which only this is known: each is (epsilon, delta)-private, for the neighbours of the ledger.
 
     Args:
@@ -63,8 +64,6 @@ class Opaque(Event):
     1.000
     """
 
-    sampling_prob: float = field(default=1.0, init=False)
-    noise_multiplier: float = field(default=0.0, init=False)  # as a Gaussian it would protect nothing
     epsilon: float
     delta: float
 
@@ -163,7 +162,7 @@ GAUSSIAN, LOSSES, RENYI = "a Gaussian step", "a law of losses", "a Renyi curve"
 
 
 def law_kind(event: Event) -> str:
-    """How the law of an event is given."""
+    """Name the form in which the law of an event is known: `GAUSSIAN`, `LOSSES` or `RENYI`."""
     if type(event) is Event:
         return GAUSSIAN
     expect(type(event) in {*_LOSSES, *_CURVES}, "a law of events that accountants know", "event", event)
@@ -182,7 +181,7 @@ def law_of(event: Event, direction: Direction) -> Atoms:
     """Losses that dominate those of one step."""
     if law_kind(event) == RENYI:
         raise TiltedUnavailable(f"Expected a law of losses, got a Renyi curve, {event!r}. Use method 'rdp'.")
-    if event.noise_multiplier == 0 and not isinstance(event, (Opaque, RandomizedResponse, Exponential)):
+    if event.noise_multiplier == 0 and not isinstance(event, WithoutNoise):
         return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
     return _LOSSES[type(event)].of(event, direction)
 

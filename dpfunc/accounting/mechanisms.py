@@ -11,6 +11,14 @@ _ONE_WAY: tuple[Adjacency, ...] = ("add_remove", "zero_out")
 
 
 @dataclass(frozen=True, order=True)
+class WithoutNoise(Event):
+    """Releases to which no noise is added: their law follows from other fields."""
+
+    sampling_prob: float = field(default=1.0, init=False)
+    noise_multiplier: float = field(default=0.0, init=False)
+
+
+@dataclass(frozen=True, order=True)
 class DiscreteGaussian(Event):
     """Releases of an integer with discrete Gaussian noise, `P[x] ~ e^(-x^2 / (2 s^2))`; Poisson samples.
 
@@ -67,7 +75,7 @@ class DiscreteLaplace(Event):
 
 
 @dataclass(frozen=True, order=True)
-class RandomizedResponse(Event):
+class RandomizedResponse(WithoutNoise):
     """Releases of one of `num_answers` answers: the true one, or with probability `noise` a uniform one.
 
     Args:
@@ -83,8 +91,6 @@ class RandomizedResponse(Event):
     1.6094
     """
 
-    sampling_prob: float = field(default=1.0, init=False)
-    noise_multiplier: float = field(default=0.0, init=False)
     noise: float
     num_answers: int
 
@@ -104,7 +110,7 @@ class RandomizedResponse(Event):
 
 
 @dataclass(frozen=True, order=True)
-class Exponential(Event):
+class Exponential(WithoutNoise):
     """Releases of a choice by the exponential mechanism, `P[y] ~ e^(epsilon score(y) / (2 sensitivity))`.
 
     Args:
@@ -121,8 +127,6 @@ class Exponential(Event):
     2.42
     """
 
-    sampling_prob: float = field(default=1.0, init=False)
-    noise_multiplier: float = field(default=0.0, init=False)
     epsilon: float
 
     def __post_init__(self) -> None:
