@@ -69,6 +69,15 @@ class _Epochs(_FixedBatches):
 
 
 @dataclass(frozen=True)
+class _SameOrder(_Epochs):
+    """Epochs in which each record keeps its place."""
+
+    def participation(self, num_steps: int) -> tuple[int, int]:
+        """Separation and number of the steps of a record, see `Sampler`."""
+        return _participation(num_steps, self.steps_per_epoch, self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
 class FixedSize(_FixedBatches):
     """`batch_size` different records, each step anew: sampling without replacement, with its own amplification.
 
@@ -128,7 +137,7 @@ class Shuffled(_Epochs):
 
 
 @dataclass(frozen=True)
-class ShuffledOnce(_Epochs):
+class ShuffledOnce(_SameOrder):
     """A permutation of the records, divided into batches that come again in each epoch; the last one is smaller.
 
     Between two steps of a record there is a whole epoch, which correlated noise needs (`noise.Correlated`). No
@@ -150,13 +159,9 @@ class ShuffledOnce(_Epochs):
         _, places = self._places(step)
         return torch.from_numpy(_permutation(check_key(key), 0, self.dataset_size)[places].copy())
 
-    def participation(self, num_steps: int) -> tuple[int, int]:
-        """Separation and number of the steps of a record, see `Sampler`."""
-        return _participation(num_steps, self.steps_per_epoch, self.steps_per_epoch)
-
 
 @dataclass(frozen=True)
-class InOrder(_Epochs):
+class InOrder(_SameOrder):
     """Batches of consecutive records, in the order of the data set; the last one of an epoch is smaller, and kept.
 
     For streams, which cannot be read by index. An epoch costs one Gaussian release, as with `Shuffled`. Neighbours
@@ -182,10 +187,6 @@ class InOrder(_Epochs):
         check_key(key)
         _, places = self._places(step)
         return torch.arange(places.start, places.stop, device="cpu")
-
-    def participation(self, num_steps: int) -> tuple[int, int]:
-        """Separation and number of the steps of a record, see `Sampler`."""
-        return _participation(num_steps, self.steps_per_epoch, self.steps_per_epoch)
 
 
 @dataclass(frozen=True)
