@@ -204,14 +204,17 @@ def classes(forward):
     return lambda p, b: F.cross_entropy(forward(p, b["ids"]).float(), b["y"], reduction="none")
 
 
+def placed(way, engine, whole, **options):
+    """A model in parts, or whole on this process alone: forward, parameters, engine and ranks."""
+    mesh = None if whole else mesh_of(options.get("hsdp", False))
+    if way == "managed":
+        return managed(mesh, **options)
+    return *built(way, mesh, **options), engine, None if whole else ranks_of(mesh)
+
+
 def train_with(way, engine, whole=False, microbatch_size=None, adam=False, **options):
     """Eight noisy steps: parameters put together, ledger, records here in each step, and what its optimizer holds."""
-    mesh = None if whole else mesh_of(options.get("hsdp", False))
-    ranks = None if whole else ranks_of(mesh)
-    if way == "managed":
-        forward, params, engine, ranks = managed(mesh, **options)
-    else:
-        forward, params = built(way, mesh, **options)
+    forward, params, engine, ranks = placed(way, engine, whole, **options)
     the_plan, records, counts = plan(), data(), []
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
     weights = {name: nn.Parameter(param) for name, param in params.items()}
@@ -230,12 +233,7 @@ def train_with(way, engine, whole=False, microbatch_size=None, adam=False, **opt
 
 def statistics_with(way, engine, whole=False, **options):
     """Six noisy steps of which each releases statistics: what it released, and the parameters put together."""
-    mesh = None if whole else mesh_of(options.get("hsdp", False))
-    ranks = None if whole else ranks_of(mesh)
-    if way == "managed":
-        forward, params, engine, ranks = managed(mesh, **options)
-    else:
-        forward, params = built(way, mesh, **options)
+    forward, params, engine, ranks = placed(way, engine, whole, **options)
     telemetry = clipping.Telemetry((clipping.Statistic("loss", high=3.0), clipping.Statistic("clipped")), 0.1)
     the_plan = dataclasses.replace(plan(steps=6), clip=clipping.Adaptive(0.5), telemetry=telemetry)
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, ranks=ranks)
