@@ -48,7 +48,7 @@ RULE_LEAF = "(clip rule)"  # name, among the sums, of what a rule of a run relea
 
 @dataclass(frozen=True)
 class StepClip:
-    """What a step clips by, and the statistics that it releases beside its gradient, by their name among the sums.
+    """The clip rule of one step, and the statistics that it releases beside its gradient, by their name among the sums.
 
     Gradient and statistics of a record have together at most the norm that the rule allows: the statistics have their
     shares of its square, the gradient has the rest.
@@ -108,7 +108,7 @@ class ClippedGrad:
     telemetry: Telemetry | None = None
 
     def at(self, step: int, clip_state: Any) -> StepClip:
-        """What a step clips by; `clip_state` is that of its `StepState`."""
+        """The clip rule and the statistics of a step, from `StepState.clip_state`."""
         own = of_run(self.clip)
         rule = own.at(step, clip_state)
         beside = {LEAF: self.telemetry, RULE_LEAF: own.released(clip_state)}

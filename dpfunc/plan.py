@@ -272,7 +272,7 @@ class Plan:
 
     @property
     def run(self) -> Run:
-        """What the noise mechanism is told of a run of this plan."""
+        """Public facts about a run of this plan, for its noise mechanism."""
         return Run(self.sampler, self.noise_multiplier, self.num_steps, self.allocation)
 
     def events(self, start: int, stop: int) -> tuple[Event, ...]:

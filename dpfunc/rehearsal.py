@@ -129,7 +129,7 @@ def _refusal(error: Exception, place: str) -> InvalidArgument:
 
 
 def _tried(what: str, call: Callable[[], Any]) -> Any:
-    """What a call gives, or an error that says that nothing was spent."""
+    """Return the result of a call; an error of others says that nothing was spent."""
     try:
         return call()
     except FAILURES as error:

@@ -173,7 +173,7 @@ def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
 
 
 def turn_of(state: StepState) -> Turn:
-    """What the noise mechanism is told of the step after a state.
+    """The number of the step after a state, and the keys of the run's releases, for its noise mechanism.
 
     Guarantees:
         tests/noise/test_mechanisms.py::test_earlier_keys_need_a_state.

@@ -72,7 +72,7 @@ class ClipRule(Protocol):
 
 
 class RunRule(Protocol):
-    """What a clip rule has beside, if its bounds differ between steps. Within a step they are those of `at`.
+    """Further members of a clip rule whose bounds differ between steps. Within a step they are those of `at`.
 
     Its state is in `StepState.clip_state`: JSON values that follow from what was released. It is public.
     """
@@ -88,7 +88,7 @@ class RunRule(Protocol):
         """The rule of one step, whose bound stays."""
 
     def released(self, state: Any) -> Any:
-        """What the step releases beside its gradient, a `clipping.Telemetry`; None for nothing."""
+        """Statistics that the step releases beside its gradient, a `clipping.Telemetry`; None without any."""
 
     def next(self, state: Any, released: Mapping[str, float | list[float]] | None) -> Any:
         """The state after a step, from the values that it released."""

@@ -97,7 +97,7 @@ class Adaptive:
         })  # fmt: skip
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
-        """Those of `Flat`."""
+        """Scale factors (B, G) as those of `Flat`."""
         return Flat.factors(Flat(1.0), norms_BG, bounds_G)
 
     def initial(self, group_names: tuple[str, ...]) -> dict[str, float]:

@@ -224,18 +224,18 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
 
 
 class Stateless:
-    """What a rule of a run without state has, beside `at`."""
+    """Members of `RunRule`, but `at`, for a rule that has no state and releases nothing."""
 
     share = 0.0
 
     def initial(self, group_names: tuple[str, ...]) -> Any:
-        """None."""
+        """The state None."""
 
     def released(self, state: Any) -> None:
-        """None: nothing."""
+        """None: no statistics are released."""
 
     def next(self, state: Any, released: object) -> Any:
-        """The same."""
+        """The state does not change."""
         return state
 
 

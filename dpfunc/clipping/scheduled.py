@@ -52,11 +52,11 @@ class Scheduled(Stateless):
 
     @property
     def groups(self) -> Groups:
-        """Those of the rule."""
+        """Clip groups of the rule."""
         return self.rule.groups
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
-        """Those of the rule."""
+        """Scale factors (B, G) of the rule."""
         return self.rule.factors(norms_BG, bounds_G)
 
     def at(self, step: int, state: Any) -> ClipRule:

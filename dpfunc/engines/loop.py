@@ -58,7 +58,7 @@ class Alone(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a loss did with a made-up row: it calls `backward()`, which torch refuses inside of levels; or it failed."""
+    """Facts about a call with a made-up row: the loss called `backward()`, which levels refuse; or it failed."""
 
     backward: bool = False
     failed: bool = False

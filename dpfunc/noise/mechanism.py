@@ -12,7 +12,7 @@ from dpfunc.types import Allocation, ClippedSum, Event, Params, Schedule
 
 
 class Run(NamedTuple):
-    """What a noise mechanism is told of a run. Public facts only.
+    """Public facts about a run, which a noise mechanism is built from.
 
     Args:
         sampler: of the plan. noise_multiplier: of the plan, a number or a `Schedule`.

@@ -12,7 +12,7 @@ _ERRORS: tuple[Error, ...] = ("mean", "largest")
 
 
 def weights_of(error: Error, num_steps: int) -> Array:
-    """How B_k^2 counts in the squared error, for the first column B of the Toeplitz matrix A C^-1."""
+    """Weights (num_steps,) of B_k^2 in the squared error, for the first column B of the Toeplitz matrix A C^-1."""
     n = integer("num_steps", num_steps, minimum=1)
     if one_of("error", error, _ERRORS) == "largest":
         return np.ones(n)
