@@ -1,5 +1,7 @@
 """Differential privacy for PyTorch as pure functions.
 
+May import: cli and below. Trusted: no.
+
 sampling -> engines -> clipping -> noise -> accounting, and `dp_step(params, batch, state)` that runs them all.
 
 A name is imported when it is first used: accounting and the command `dpfunc` do not wait for torch.

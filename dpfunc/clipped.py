@@ -1,5 +1,7 @@
 """Engine + clip rule -> ClippedSum, for every engine, rule, grouping and microbatch size.
 
+May import: distributed and below. Trusted: yes.
+
 The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 """
 

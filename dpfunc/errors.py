@@ -1,4 +1,7 @@
-"""Exceptions: one base, one class for each thing a caller may want to catch."""
+"""Exceptions: one base, one class for each thing a caller may want to catch.
+
+May import: nothing. Trusted: no.
+"""
 
 
 class DPFuncError(Exception):

@@ -1,4 +1,7 @@
-"""Recipes: optimizer, learning rate, batch size and number of steps of a private run, from public facts alone."""
+"""Recipes: optimizer, learning rate, batch size and number of steps of a private run, from public facts alone.
+
+May import: plan and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Callable, Iterable

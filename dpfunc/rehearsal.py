@@ -1,4 +1,7 @@
-"""What would end a loop in the midst of its run, found before the first step."""
+"""What would end a loop in the midst of its run, found before the first step.
+
+May import: checkpoint and below. Trusted: no.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

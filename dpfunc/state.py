@@ -1,4 +1,7 @@
-"""The state of a run: all that the next step needs, and when it may take one."""
+"""The state of a run: all that the next step needs, and when it may take one.
+
+May import: plan and below. Trusted: yes.
+"""
 
 import logging
 import os

@@ -1,4 +1,7 @@
-"""One private step: params, batch and state in; released gradients and the next state out."""
+"""One private step: params, batch and state in; released gradients and the next state out.
+
+May import: recipes, state and below. Trusted: yes.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,5 +1,7 @@
 """The values that flow between the layers. Nothing here computes.
 
+May import: _utils and below. Trusted: yes.
+
 Axis letters: B samples, G clip groups, T positions, d features.
 """
 

@@ -192,8 +192,15 @@ def test_public_names_are_documented(name):
     assert [argument for argument in arguments if argument not in doc] == []
 
 
-def test_every_module_says_what_it_is():
-    assert [path for path, node in nodes() if isinstance(node, ast.Module) and not ast.get_docstring(node)] == []
+def test_every_module_says_what_it_is_what_it_imports_and_whether_it_is_trusted():
+    """The second paragraph of a module is `May import: ... Trusted: yes.` (or no); `make house` writes the imports."""
+    wrong = []
+    for path in FILES:
+        paragraphs = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
+        expected = [f"{HOUSE['may_import'](path)} Trusted: {trusted}." for trusted in ("yes", "no")]
+        if len(paragraphs) < 2 or paragraphs[1] not in expected:
+            wrong.append(f"{path.relative_to(ROOT)}: after its first sentence: {expected[0]}")
+    assert wrong == []
 
 
 def test_tests_named_in_docstrings_exist():
@@ -279,6 +286,13 @@ def test_every_file_has_its_place():
 def test_the_picture_is_that_of_the_imports():
     """`make house` writes it."""
     assert HOUSE["with_picture"](PAGE) == PAGE
+
+
+def test_the_page_about_rows_lists_the_trusted_files():
+    """`make house` writes the list from the headers."""
+    page = (REPOSITORY / "docs" / "isolation.md").read_text()
+    assert "dpfunc/noise" in page
+    assert HOUSE["with_trusted"](page) == page
 
 
 def test_complexity_counts_branches_of_a_function_alone():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,10 @@ AROUND = tuple(ROOT.parent / name for name in ("tests", "examples", "benchmarks"
 VAGUE = ("What", "Whether", "Which", "How")
 SHORT = 5
 COMPLEX = 10
+HEADER = re.compile(r"^May import: (.+)\. Trusted: (yes|no)\.$", re.M)
+TRUSTED = "<!-- trusted: made by `make house` from the first lines of the files -->\n"
+RULES = ROOT.parent / "tests" / "test_house_rules.py"
+ISOLATION = ROOT.parent / "docs" / "isolation.md"
 BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension, ast.Assert, ast.match_case)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
@@ -163,6 +168,56 @@ def with_picture(page: str) -> str:
     return before + picture() + rest.partition("```\n")[2]
 
 
+@functools.cache
+def layers() -> dict[str, int]:
+    """Folders and top-level files with their layers, as tests/test_house_rules.py states them."""
+    tree = ast.parse(RULES.read_text())
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and "LAYERS" in ast.unparse(node.targets)]
+    return dict(ast.literal_eval(values[0]))
+
+
+def may_import(path: Path) -> str:
+    """What the header of a file says of its imports: its folder, the next layer below, and the layers below that."""
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    below = [number for number in layers().values() if number < layers()[own]]
+    nearest = sorted(name for name, number in layers().items() if below and number == max(below))
+    lower = [", ".join(nearest) + " and below"] if below and max(below) else nearest
+    return f"May import: {', '.join([*['its folder'] * (path.parent != ROOT), *lower]) or 'nothing'}."
+
+
+def header(path: Path) -> str:
+    """The line in the docstring of a file that says what it may import, and whether the guarantee hangs on it."""
+    found = HEADER.search(ast.get_docstring(ast.parse(path.read_text())) or "")
+    return found[0] if found else ""
+
+
+def with_header(path: Path) -> str:
+    """The text of a file whose header names the imports that its layer allows."""
+    trusted = header(path).rpartition(" ")[2]
+    return HEADER.sub(f"{may_import(path)} Trusted: {trusted}", path.read_text(), count=1)
+
+
+def trusted_table() -> str:
+    """The files on which the guarantee hangs, folder by folder, as their headers say."""
+    folders: dict[str, dict[str, bool]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.name != "__init__.py":
+            folder = str(path.parent.relative_to(ROOT.parent))
+            folders.setdefault(folder, {})[path.name] = header(path).endswith("Trusted: yes.")
+    lines = ["| folder | trusted | not trusted |", "|---|---|---|"]
+    for folder, files in sorted(folders.items()):
+        yes, no = ([f"`{name}`" for name, each in files.items() if each is wanted] for wanted in (True, False))
+        columns = [", ".join(some) if some and others else "all" * bool(some) for some, others in ((yes, no), (no, yes))]
+        lines.append(f"| `{folder}/` | {columns[0]} | {columns[1]} |")
+    return f"{TRUSTED}{chr(10).join(lines)}\n<!-- end -->\n"
+
+
+def with_trusted(page: str) -> str:
+    """The page about isolation with the list of trusted files as their headers say."""
+    before, _, rest = page.partition(TRUSTED)
+    return before + trusted_table() + rest.partition("<!-- end -->\n")[2]
+
+
 def inner_imports(tree: ast.AST) -> int:
     """Imports inside of functions."""
     inner = (node for each in functions(tree) for node in ast.walk(each))  # those of nested functions come twice
@@ -234,8 +289,11 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
     words = sum(len(path.read_text().split()) for path in beside["docs"].rglob("*.md"))
     mirrored = [name for name in trees if has_test(name)]
     sources = [name for name in trees if not name.endswith("__init__.py")]
+    trusted = [name for name in trees if header(ROOT / name).endswith("Trusted: yes.")]
     return {
         "files": len(trees),
+        "files on which the guarantee hangs": len(trusted),
+        "lines of these": sum(lines[name] for name in trusted),
         "lines": sum(lines.values()),
         "modules in a circle of imports": len(circles(import_graph())),
         "lines of tests": code["tests"],
@@ -275,8 +333,11 @@ def longest(count: int = 5) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Print the numbers, and bring the picture up to date."""
+    """Print the numbers, and bring the picture, the headers of files and the list of trusted files up to date."""
     PAGE.write_text(with_picture(PAGE.read_text()))
+    for path in ROOT.rglob("*.py"):
+        path.write_text(with_header(path))
+    ISOLATION.write_text(with_trusted(ISOLATION.read_text()))
     table = Table("what", "number")
     way = way_of_a_batch()
     for name, value in numbers(way).items():
@@ -285,6 +346,7 @@ def main() -> None:
     Console().print("The way of a batch:", ", ".join(way))
     for what, names in longest().items():
         Console().print(f"The longest {what}:", ", ".join(names))
+    Console().print(trusted_table())
 
 
 if __name__ == "__main__":

@@ -1,1 +1,4 @@
-"""Small tools that know nothing of privacy: checks of arguments, containers of tensors, split tensors, locks."""
+"""Small tools that know nothing of privacy: checks of arguments, containers of tensors, split tensors, locks.
+
+May import: its folder, errors. Trusted: no.
+"""

@@ -1,4 +1,7 @@
-"""Packages whose names are imported when they are first used: accounting and the command do not wait for torch."""
+"""Packages whose names are imported when they are first used: accounting and the command do not wait for torch.
+
+May import: its folder, errors. Trusted: no.
+"""
 
 import importlib
 import re

@@ -1,4 +1,7 @@
-"""Objects that are still in use, and errors about exhausted memory, which torch does not tell apart from others."""
+"""Objects that are still in use, and errors about exhausted memory, which torch does not tell apart from others.
+
+May import: its folder, errors. Trusted: no.
+"""
 
 import gc
 import re

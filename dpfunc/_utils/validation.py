@@ -1,4 +1,7 @@
-"""Validation of arguments: every message states the domain, the name and the value, then what to do."""
+"""Validation of arguments: every message states the domain, the name and the value, then what to do.
+
+May import: its folder, errors. Trusted: yes.
+"""
 
 import difflib
 import functools

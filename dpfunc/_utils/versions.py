@@ -1,4 +1,7 @@
-"""Versions in use."""
+"""Versions in use.
+
+May import: its folder, errors. Trusted: no.
+"""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

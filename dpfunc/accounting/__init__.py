@@ -1,4 +1,7 @@
-"""Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows."""
+"""Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.accounting._trade_off import TradeOff, delta
 from dpfunc.accounting.accountant import Guarantee

@@ -1,4 +1,7 @@
-"""Laws of losses of discrete noise and of answers, and of mixtures of Gaussians."""
+"""Laws of losses of discrete noise and of answers, and of mixtures of Gaussians.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

@@ -1,4 +1,7 @@
-"""The Gaussian mechanism, exactly; and the central-limit approximation that must not be mistaken for it."""
+"""The Gaussian mechanism, exactly; and the central-limit approximation that must not be mistaken for it.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Laws of few losses that dominate one release: capped batches, Laplace noise, a stated guarantee, an epoch."""
+"""Laws of few losses that dominate one release: capped batches, Laplace noise, a stated guarantee, an epoch.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

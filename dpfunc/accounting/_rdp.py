@@ -1,4 +1,7 @@
-"""Renyi differential privacy of a ledger: its curve at orders far enough out, and the conversion."""
+"""Renyi differential privacy of a ledger: its curve at orders far enough out, and the conversion.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

@@ -1,4 +1,7 @@
-"""Roots and minima of functions of one number, without scipy, which is slow to import."""
+"""Roots and minima of functions of one number, without scipy, which is slow to import.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 from collections.abc import Callable

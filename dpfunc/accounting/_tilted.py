@@ -1,5 +1,7 @@
 """Tight upper bound on epsilon: discrete losses that dominate, composed by Fourier sums whose errors only add.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 For neighbours in one order, with L the privacy loss of all steps together,
 
     delta(epsilon) = E_P[(1 - e^(epsilon - L))_+].

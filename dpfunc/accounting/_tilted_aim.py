@@ -1,4 +1,7 @@
-"""Parameters of the tilted accountant: the tilt, cells, spacing. Any are safe, good ones tight; no bound is here."""
+"""Parameters of the tilted accountant: the tilt, cells, spacing. Any are safe, good ones tight; no bound is here.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""The trade-off curve of a ledger: what an attacker can reach who guesses whether one unit was there."""
+"""The trade-off curve of a ledger: what an attacker can reach who guesses whether one unit was there.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

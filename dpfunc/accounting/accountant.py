@@ -1,4 +1,7 @@
-"""Epsilon of events: the best of several upper bounds, and which one it was."""
+"""Epsilon of events: the best of several upper bounds, and which one it was.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

@@ -1,4 +1,7 @@
-"""The least noise, the largest batch, or the most steps that keep a ledger within a budget."""
+"""The least noise, the largest batch, or the most steps that keep a ledger within a budget.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 import math
 from collections import Counter

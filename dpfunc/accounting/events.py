@@ -1,5 +1,7 @@
 """Kinds of events, their laws, and the table that ledgers, accountants and files read them by.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 A kind is a frozen dataclass: `Event`, or a subclass of it with more fields and a `law` of its own. In a ledger, events
 that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is released as a whole,
 over many steps of a run, is one step of a kind whose fields describe all of it.

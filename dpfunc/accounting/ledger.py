@@ -1,4 +1,7 @@
-"""Ledger of the privacy spent: a set of events that composes by addition."""
+"""Ledger of the privacy spent: a set of events that composes by addition.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Kinds of events of releases that are no sums of gradients: discrete noise, choices, and sums over a tree."""
+"""Kinds of events of releases that are no sums of gradients: discrete noise, choices, and sums over a tree.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 from dataclasses import dataclass, field

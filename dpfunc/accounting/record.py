@@ -1,4 +1,7 @@
-"""Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`."""
+"""Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import json
 import math

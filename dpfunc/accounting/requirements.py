@@ -1,4 +1,7 @@
-"""Requirements for a privacy target: steps, sampling, noise, and a sensible batch size; and what a target means."""
+"""Requirements for a privacy target: steps, sampling, noise, and a sensible batch size; and what a target means.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Cost of a private search: the best of a random number of private runs, by Renyi differential privacy."""
+"""Cost of a private search: the best of a random number of private runs, by Renyi differential privacy.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

@@ -1,4 +1,7 @@
-"""Budget of a data set: what all runs on the same records may cost together, kept in a database."""
+"""Budget of a data set: what all runs on the same records may cost together, kept in a database.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 from dpfunc.budget._events import BudgetEntry
 from dpfunc.budget.budget import Budget

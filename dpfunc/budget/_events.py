@@ -1,4 +1,7 @@
-"""What the database of a budget holds, as values: public facts, and events in a chain of digests. No SQL here."""
+"""What the database of a budget holds, as values: public facts, and events in a chain of digests. No SQL here.
+
+May import: its folder, checkpoint and below. Trusted: yes.
+"""
 
 import hashlib
 import json

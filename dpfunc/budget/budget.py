@@ -1,4 +1,7 @@
-"""The budget of a data set: a run reserves what it may cost before its first step, and settles what it has cost."""
+"""The budget of a data set: a run reserves what it may cost before its first step, and settles what it has cost.
+
+May import: its folder, checkpoint and below. Trusted: yes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Records of a run on disk: checkpoints, the journal of released steps, and the record of what they cost."""
+"""Records of a run on disk: checkpoints, the journal of released steps, and the record of what they cost.
+
+May import: its folder, step and below. Trusted: no.
+"""
 
 from typing import TYPE_CHECKING
 

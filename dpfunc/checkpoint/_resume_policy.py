@@ -1,5 +1,7 @@
 """Rule for using noise again when a run continues: a table of situations, decisions and reasons.
 
+May import: its folder, step and below. Trusted: yes.
+
 A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
 sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
 steps was computed, and which runs continue others.

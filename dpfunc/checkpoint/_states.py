@@ -1,5 +1,7 @@
 """States of optimizers and of noise as JSON values, beside a table of named tensors; no code runs when they are read.
 
+May import: its folder, step and below. Trusted: yes.
+
 Each process writes and reads its parts of the tensors.
 """
 

@@ -1,4 +1,7 @@
-"""A write-ahead ledger: each step is on disk before its gradients are returned, so that a crash loses no accounting."""
+"""A write-ahead ledger: each step is on disk before its gradients are returned, so that a crash loses no accounting.
+
+May import: its folder, step and below. Trusted: yes.
+"""
 
 from __future__ import annotations
 

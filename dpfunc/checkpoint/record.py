@@ -1,4 +1,7 @@
-"""Record of the privacy cost of a run, to be published with its result: `privacy_accounting.json`."""
+"""Record of the privacy cost of a run, to be published with its result: `privacy_accounting.json`.
+
+May import: its folder, step and below. Trusted: yes.
+"""
 
 import platform
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Save a run, and load it with any number of processes: each has its parts of the tensors, one what all have alike."""
+"""Save a run, and load it with any number of processes: each has its parts of the tensors, one what all have alike.
+
+May import: its folder, step and below. Trusted: yes.
+"""
 
 import json
 import logging

@@ -1,1 +1,4 @@
-"""The `dpfunc` command."""
+"""The `dpfunc` command.
+
+May import: its folder, train and below. Trusted: no.
+"""

@@ -1,4 +1,7 @@
-"""The commands `dpfunc budget create`, `show`, `reserve`, `settle` and `history`."""
+"""The commands `dpfunc budget create`, `show`, `reserve`, `settle` and `history`.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 import secrets
 from contextlib import nullcontext

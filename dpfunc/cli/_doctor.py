@@ -1,4 +1,7 @@
-"""The command `dpfunc doctor`: what is installed, and whether what a run stands on works here."""
+"""The command `dpfunc doctor`: what is installed, and whether what a run stands on works here.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 import platform
 import sys

@@ -1,4 +1,7 @@
-"""The commands `dpfunc certify`, `verify` and `audit`. To check a certificate needs neither data nor torch."""
+"""The commands `dpfunc certify`, `verify` and `audit`. To check a certificate needs neither data nor torch.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""The commands `dpfunc ledger show` and `dpfunc ledger check`: what runs have cost, from the files that they left."""
+"""The commands `dpfunc ledger show` and `dpfunc ledger check`: what runs have cost, from the files that they left.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 import json
 import math

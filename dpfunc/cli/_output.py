@@ -1,4 +1,7 @@
-"""Results on stdout: tables, lines in terminals that are too narrow for a table, or JSON."""
+"""Results on stdout: tables, lines in terminals that are too narrow for a table, or JSON.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""The commands `dpfunc train`, `tune`, `generate` and `predict`; what they need is imported when they run."""
+"""The commands `dpfunc train`, `tune`, `generate` and `predict`; what they need is imported when they run.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The `dpfunc` command: accounting without writing Python, and without torch, which takes seconds to import."""
+"""The `dpfunc` command: accounting without writing Python, and without torch, which takes seconds to import.
+
+May import: its folder, train and below. Trusted: no.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""Clipping of per-sample gradients: rules, groupings and bounds."""
+"""Clipping of per-sample gradients: rules, groupings and bounds.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.clipping.adaptive import Adaptive, count_share
 from dpfunc.clipping.rules import (

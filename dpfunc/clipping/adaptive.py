@@ -1,4 +1,7 @@
-"""Bounds that follow a quantile of the norms, which each step estimates privately."""
+"""Bounds that follow a quantile of the norms, which each step estimates privately.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 from collections.abc import Mapping

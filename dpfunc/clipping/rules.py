@@ -1,5 +1,7 @@
 """Clip rules, the factor of a gradient from its norm and its bound; groups of parameters; the bounds that are enforced.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 Fields `clip_norm` and `groups` of a rule: see `Flat`.
 """
 

@@ -1,4 +1,7 @@
-"""One run on many processes: the same step, the same plan, the same epsilon."""
+"""One run on many processes: the same step, the same plan, the same epsilon.
+
+May import: its folder, lora and below. Trusted: no.
+"""
 
 from dpfunc.distributed._object_collectives import any_rank, check_same, is_writer, once, replicate, shared_key
 from dpfunc.distributed.fsdp import functionalize_managed, shard, shard_frozen, unshard

@@ -1,4 +1,7 @@
-"""Agreement of the processes that take a step: before it about all that must be equal, after it about the release."""
+"""Agreement of the processes that take a step: before it about all that must be equal, after it about the release.
+
+May import: its folder, lora and below. Trusted: yes.
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""Small exchanges between the processes of a run. One process alone (`ranks=None`) exchanges nothing."""
+"""Small exchanges between the processes of a run. One process alone (`ranks=None`) exchanges nothing.
+
+May import: its folder, lora and below. Trusted: yes.
+"""
 
 import json
 import sys

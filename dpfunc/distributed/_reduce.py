@@ -1,4 +1,7 @@
-"""Sums over the processes of a step: gathered parameters in, one packed message with noise out."""
+"""Sums over the processes of a step: gathered parameters in, one packed message with noise out.
+
+May import: its folder, lora and below. Trusted: yes.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

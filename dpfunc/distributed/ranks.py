@@ -1,4 +1,7 @@
-"""Processes that share a step: those with other records, and those with other parts of the parameters; their launch."""
+"""Processes that share a step: those with other records, and those with other parts of the parameters; their launch.
+
+May import: its folder, lora and below. Trusted: yes.
+"""
 
 from __future__ import annotations
 

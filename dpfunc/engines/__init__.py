@@ -1,4 +1,7 @@
-"""Engines: per-sample gradients, without clipping and without noise."""
+"""Engines: per-sample gradients, without clipping and without noise.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.engines.check import SelfCheck, self_check
 from dpfunc.engines.explain import explain

@@ -1,5 +1,7 @@
 """Torch's batching rules that were seen right on this version of torch; any other function runs row by row.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 The tables `_verified/<version>.json` are written by tests/_support/batching_rules.py: docs/decisions/0019.
 """
 

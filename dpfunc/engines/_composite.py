@@ -1,5 +1,7 @@
 """Operations that are made of others: they are decomposed, so that the rules of their parts apply.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 Axis letters: N bags, L ids of the longest bag, d features, B samples, H state, G gates times H.
 """
 

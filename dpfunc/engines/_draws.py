@@ -1,5 +1,7 @@
 """Random numbers of a row: a function of the seed of the step and of its position, whoever is beside it.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 Each draw takes a number of torch's global generator, the same for all rows, which seeds each row together with its
 position; position 0 where the loss itself has seeded the generator. Operations without a form here draw from torch's
 generators: those of a row alone are in states of that row, and rows that are computed together end their pass.

@@ -1,5 +1,7 @@
 """Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time (ghost clipping).
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """
 

@@ -1,5 +1,7 @@
 """Operations that run as their native kernels below both levels, joined by one node of level 2: speed alone.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 An operation on a parameter, whose rule gets the gradients of its results and its inputs (book-keeping, Bu et al. 2023,
 Differentially Private Optimization on Large Model at Small Cost); or a large operation of a short list.
 Axis letters: B rows, m images of one row.

@@ -1,5 +1,7 @@
 """Per-sample gradients as values that know their norms and weighted sums, whether they exist in memory or not.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 Axis letters: B samples, T positions, p and d the two sides of a matrix, V rows of a table, P numbers of a parameter.
 Norms and sums are float32, float64 for float64 inputs, whatever the dtype of the model, autocast included.
 """

@@ -1,5 +1,7 @@
 """Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 It detects what levels do not cover: wrong rules, what a loss keeps, operations that torch computes otherwise for rows.
 """
 

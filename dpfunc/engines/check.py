@@ -1,5 +1,7 @@
 """Self-check of the engines: a tiny loss with rules, beside single rows. Rules are speed alone: no result shows them.
 
+May import: its folder, batches, rng and below. Trusted: no.
+
 It runs the nodes that stand on torch's private parts: those of a layer, of a recurrent one, and of a cross-entropy.
 """
 

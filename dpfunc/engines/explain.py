@@ -1,4 +1,7 @@
-"""Previews of a step: representation, bytes and operations for each use of a parameter."""
+"""Previews of a step: representation, bytes and operations for each use of a parameter.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""The engine of single samples with ordinary autograd: slow, correct, and without requirements on the model."""
+"""The engine of single samples with ordinary autograd: slow, correct, and without requirements on the model.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

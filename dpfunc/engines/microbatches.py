@@ -1,5 +1,7 @@
 """Microbatches of a batch: how many rows at once, their seeds, their gradients by an engine, and audits of some rows.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 What a rule of clipping does with the gradients is no matter of an engine, and which engine there is no matter of it.
 """
 

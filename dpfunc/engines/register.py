@@ -1,4 +1,7 @@
-"""Rules for operations of users' own."""
+"""Rules for operations of users' own.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

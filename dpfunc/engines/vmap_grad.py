@@ -1,4 +1,7 @@
-"""The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast."""
+"""The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import logging
 import math

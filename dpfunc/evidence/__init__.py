@@ -1,4 +1,7 @@
-"""Evidence that a claim holds: certificates of runs, audits by canaries, replays of a loop on neighbouring data."""
+"""Evidence that a claim holds: certificates of runs, audits by canaries, replays of a loop on neighbouring data.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,7 @@
 """An audit of a loop as it is: canaries join its batches, or its records, and are scored by what is released. A loop in
 a Python file, as `dpfunc verify` and `dpfunc audit` take it.
+
+May import: its folder, checkpoint and below. Trusted: no.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""The noise of an audited run: what was added to each clipped sum, against the normal law that the plan claims."""
+"""The noise of an audited run: what was added to each clipped sum, against the normal law that the plan claims.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Callable, Sequence

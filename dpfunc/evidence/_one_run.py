@@ -1,4 +1,7 @@
-"""Lower bounds on epsilon from one run: who guesses which canaries were in is right too often for a false claim."""
+"""Lower bounds on epsilon from one run: who guesses which canaries were in is right too often for a false claim.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,7 @@
-"""Results of replays and audits as files, which a certificate takes in. They need no torch to be read."""
+"""Results of replays and audits as files, which a certificate takes in. They need no torch to be read.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 import dataclasses
 import hashlib

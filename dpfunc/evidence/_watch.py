@@ -1,4 +1,7 @@
-"""A step that a replay watches: what it is given, what it sums, and releases that are those of an earlier run."""
+"""A step that a replay watches: what it is given, what it sums, and releases that are those of an earlier run.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 import functools
 import hashlib

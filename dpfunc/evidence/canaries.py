@@ -1,4 +1,7 @@
-"""What an audit plants and reads: canaries in gradients, canaries among the records, and texts that were learnt."""
+"""What an audit plants and reads: canaries in gradients, canaries among the records, and texts that were learnt.
+
+May import: its folder, checkpoint and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Iterable, Mapping

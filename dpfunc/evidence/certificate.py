@@ -1,5 +1,7 @@
 """The certificate of a run: its claim, all that the claim follows from, and what it assumes; anyone can check it.
 
+May import: its folder, checkpoint and below. Trusted: no.
+
 It is made from the journal and the record of a run. To check it needs this file and accounting: no data, no torch.
 """
 

@@ -1,4 +1,7 @@
-"""A module as a pure function of its trainable parameters, without touching the module."""
+"""A module as a pure function of its trainable parameters, without touching the module.
+
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
+"""
 
 from dpfunc.functional._names import ATTENTION, BIASES, HEADS, PROJECTOR
 from dpfunc.functional.batchnorm import count_batchnorm, replace_batchnorm

@@ -1,4 +1,7 @@
-"""Selection of parameters by name, and all places where a tensor is stored."""
+"""Selection of parameters by name, and all places where a tensor is stored.
+
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
+"""
 
 import difflib
 import re

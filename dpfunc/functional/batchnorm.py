@@ -1,4 +1,7 @@
-"""BatchNorm mixes samples: find it, and replace it by GroupNorm."""
+"""BatchNorm mixes samples: find it, and replace it by GroupNorm.
+
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
+"""
 
 import copy
 import math

@@ -1,4 +1,7 @@
-"""Modules as pure functions `forward(params, *args)`, and errors for modules that cannot be one."""
+"""Modules as pure functions `forward(params, *args)`, and errors for modules that cannot be one.
+
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
+"""
 
 import copy
 import functools

@@ -1,4 +1,7 @@
-"""Models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`."""
+"""Models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Facts about a model of Transformers on which its loss depends."""
+"""Facts about a model of Transformers on which its loss depends.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping

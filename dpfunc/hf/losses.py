@@ -1,5 +1,7 @@
 """Losses of language models with one value a sample: the mean over the sample's own tokens, never over the batch's.
 
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+
 Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features.
 
 All take outputs of any floating dtype and return (B,), unreleased, in float32, or float64 for float64 outputs. Labels

@@ -1,4 +1,7 @@
-"""Adapters of PEFT: which of their parameters are trained, as a pure function, and back into PEFT's own files."""
+"""Adapters of PEFT: which of their parameters are trained, as a pure function, and back into PEFT's own files.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

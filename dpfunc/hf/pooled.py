@@ -1,4 +1,7 @@
-"""A classifier over the mean of an encoder's last hidden states: what sentence encoders were trained for."""
+"""A classifier over the mean of an encoder's last hidden states: what sentence encoders were trained for.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,7 @@
-"""Low-rank adapters without changing the module."""
+"""Low-rank adapters without changing the module.
+
+May import: its folder, functional and below. Trusted: no.
+"""
 
 from dpfunc.lora.adapter import LoRA, LoRAConfig, attach, load, save
 

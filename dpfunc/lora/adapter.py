@@ -1,5 +1,7 @@
 """Low-rank adapters (Hu et al. 2022) on named layers of a module, as a pure function; and their files.
 
+May import: its folder, functional and below. Trusted: no.
+
 A layer becomes `h = W x + (alpha / rank) B A x`, with A (rank, in) and B (out, rank).
 """
 

@@ -1,4 +1,7 @@
-"""Noise: from a ClippedSum to something that may be published."""
+"""Noise: from a ClippedSum to something that may be published.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.noise.correlated import Correlated
 from dpfunc.noise.gaussian import Gaussian, add_gaussian, gaussian, noise_std

@@ -1,5 +1,7 @@
 """Standard normal noise from stateless keys, drawn tile by tile: by threads with the ziggurat, or where a leaf lies.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 A leaf is treated as a matrix (shape[0], everything else) and divided into tiles of at most 2**16 numbers, 256 columns
 wide where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else:
 not on the other leaves, the microbatches, the number of threads or processes, and an owner of some rows or columns

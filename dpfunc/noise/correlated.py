@@ -1,4 +1,7 @@
-"""Noise that is correlated over the steps of a run: the matrix mechanism, from keys or with buffers."""
+"""Noise that is correlated over the steps of a run: the matrix mechanism, from keys or with buffers.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""What each noise mechanism brings: how noise is added, its state, and what it costs."""
+"""What each noise mechanism brings: how noise is added, its state, and what it costs.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol

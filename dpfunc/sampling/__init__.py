@@ -1,4 +1,7 @@
-"""Samplers: they draw the batch of any step again, and carry the privacy events that they may claim."""
+"""Samplers: they draw the batch of any step again, and carry the privacy events that they may claim.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.batches import deal
 from dpfunc.sampling import users

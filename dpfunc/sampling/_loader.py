@@ -1,4 +1,7 @@
-"""The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included."""
+"""The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Records of a data set: read by index, and recognised by a digest of their contents."""
+"""Records of a data set: read by index, and recognised by a digest of their contents.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import hashlib

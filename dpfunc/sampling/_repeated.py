@@ -1,4 +1,7 @@
-"""Records that are in a data set more than once: epsilon is that of one record, and each of its copies counts again."""
+"""Records that are in a data set more than once: epsilon is that of one record, and each of its copies counts again.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import sys
 from collections import defaultdict

@@ -1,4 +1,7 @@
-"""Protocol of samplers."""
+"""Protocol of samplers.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from typing import Protocol
 

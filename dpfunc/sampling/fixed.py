@@ -1,4 +1,7 @@
-"""Batches of a fixed size: fresh, shuffled or in order; and epochs in which each record draws its batch."""
+"""Batches of a fixed size: fresh, shuffled or in order; and epochs in which each record draws its batch.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Poisson sampling, also with batches of a largest size: an independent trial for each record."""
+"""Poisson sampling, also with batches of a largest size: an independent trial for each record.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import functools
 import math

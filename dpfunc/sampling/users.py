@@ -1,4 +1,7 @@
-"""Author-level privacy: the unit is a person with several texts, one row of a batch a person."""
+"""Author-level privacy: the unit is a person with several texts, one row of a batch a person.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Jobs from a YAML file, flags that override it, and a grid; what is not understood is refused, never dropped."""
+"""Jobs from a YAML file, flags that override it, and a grid; what is not understood is refused, never dropped.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import itertools
 import math

@@ -1,4 +1,7 @@
-"""Records of a job: rows of a table, what is refused, what the model gets, one by one or by person, and batches."""
+"""Records of a job: rows of a table, what is refused, what the model gets, one by one or by person, and batches.
+
+May import: its folder, hf and below. Trusted: yes.
+"""
 
 import json
 import math

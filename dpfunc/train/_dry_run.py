@@ -1,4 +1,7 @@
-"""Dry run of a job: its plan and an estimate of its memory, without training and without writing."""
+"""Dry run of a job: its plan and an estimate of its memory, without training and without writing.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import torch
 

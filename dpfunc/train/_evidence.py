@@ -1,4 +1,7 @@
-"""Replays and audits of jobs: that of a run folder, run again by the same Trainer, on neighbours or with canaries."""
+"""Replays and audits of jobs: that of a run folder, run again by the same Trainer, on neighbours or with canaries.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import copy
 import json

@@ -1,6 +1,8 @@
 """Features of a record, from it and public facts alone, and the models on them: of a row of a table, and of an image,
 by a scattering transform (Bruna and Mallat 2013; private heads on it: Tramer and Boneh 2021) or by a frozen encoder.
 
+May import: its folder, hf and below. Trusted: yes.
+
 Morlet wavelets at two scales, averaged; nothing is learnt. The filters are those of Kymatio 0.3, J = 2 and L = 8, to
 which a test compares them; Kymatio itself cannot be imported by its documented path beside SciPy 1.17.
 """

@@ -1,4 +1,7 @@
-"""The model of a job, with exactly those parameters requiring gradients that its strategy trains."""
+"""The model of a job, with exactly those parameters requiring gradients that its strategy trains.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

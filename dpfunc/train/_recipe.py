@@ -1,4 +1,7 @@
-"""Values that a job leaves out: rate, batch size and steps from the recipe of its strategy; how texts are pooled."""
+"""Values that a job leaves out: rate, batch size and steps from the recipe of its strategy; how texts are pooled.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import dataclasses
 from collections.abc import Sequence

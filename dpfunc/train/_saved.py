@@ -1,4 +1,7 @@
-"""The model that a run leaves: written, read back as anybody would read it, and compared with the trained one."""
+"""The model that a run leaves: written, read back as anybody would read it, and compared with the trained one.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import dataclasses
 import json

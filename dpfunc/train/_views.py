@@ -1,4 +1,7 @@
-"""Views of an image, a public list without randomness: their features are computed once, as those of the image are."""
+"""Views of an image, a public list without randomness: their features are computed once, as those of the image are.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""A training job as values, checked before anything is loaded: types, limits and texts document the job file."""
+"""A training job as values, checked before anything is loaded: types, limits and texts document the job file.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,7 @@
-"""Synthetic text from a language model that `dpfunc train` left behind: post-processing, which costs no privacy."""
+"""Synthetic text from a language model that `dpfunc train` left behind: post-processing, which costs no privacy.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

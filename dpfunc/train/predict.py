@@ -1,4 +1,7 @@
-"""Classes and probabilities of new records, from a model of a table or of images that `dpfunc train` left."""
+"""Classes and probabilities of new records, from a model of a table or of images that `dpfunc train` left.
+
+May import: its folder, hf and below. Trusted: no.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

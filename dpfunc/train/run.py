@@ -1,4 +1,7 @@
-"""Run a job: load, plan, train with DPTrainer, save, and report what was spent and what is not covered."""
+"""Run a job: load, plan, train with DPTrainer, save, and report what was spent and what is not covered.
+
+May import: its folder, hf and below. Trusted: yes.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Tables of private records: read, without exact duplicates, split record by record."""
+"""Tables of private records: read, without exact duplicates, split record by record.
+
+May import: its folder, hf and below. Trusted: yes.
+"""
 
 import codecs
 import csv

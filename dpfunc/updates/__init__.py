@@ -1,4 +1,7 @@
-"""What becomes of released gradients and parameters, at no further cost: optimizers, averages, scales."""
+"""What becomes of released gradients and parameters, at no further cost: optimizers, averages, scales.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.updates.adamw_bc import AdamWBC
 from dpfunc.updates.averages import Ema, LastSteps

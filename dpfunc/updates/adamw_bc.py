@@ -1,4 +1,7 @@
-"""AdamW that takes the noise of released gradients out of its second moment."""
+"""AdamW that takes the noise of released gradients out of its second moment.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,7 @@
-"""First and second moments of gradients, released together: joint moment estimation."""
+"""First and second moments of gradients, released together: joint moment estimation.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 from collections.abc import Callable, Mapping

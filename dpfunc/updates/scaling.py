@@ -1,4 +1,7 @@
-"""Gradients that are clipped in other coordinates: scale, then privatise."""
+"""Gradients that are clipped in other coordinates: scale, then privatise.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Communication between ranks inside of a loss, which would mix the records of ranks: refused.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 What torch's own wrappers communicate (DTensor, FSDP2), parts of parameters or of one record's activations, is allowed.
 Ranks that hold parts of the same layers have the same records, and must agree in losses and gradients of what all hold.
 """

@@ -1,5 +1,7 @@
 """Values that a loss reaches, and may keep from call to call (`python_state`).
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 All that Python's garbage collector sees from the loss is walked, but for what this file names as left out. What this
 cannot see is listed in docs/isolation.md.
 """

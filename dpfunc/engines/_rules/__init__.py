@@ -1,4 +1,7 @@
-"""Rules: one family of operations a file. A new family is a file, and a line here."""
+"""Rules: one family of operations a file. A new family is a file, and a line here.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Normalisations: `y = w * norm(x) + b`; norm(x) is computed again from x, which autograd keeps anyway."""
+"""Normalisations: `y = w * norm(x) + b`; norm(x) is computed again from x, which autograd keeps anyway.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

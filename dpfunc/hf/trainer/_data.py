@@ -1,4 +1,7 @@
-"""Records that a private run cannot learn from, refused before anything is spent: labels, and padding of short rows."""
+"""Records that a private run cannot learn from, refused before anything is spent: labels, and padding of short rows.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

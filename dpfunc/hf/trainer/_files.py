@@ -1,4 +1,7 @@
-"""Files of a private Trainer run besides the Trainer's own: its state, and its accounting."""
+"""Files of a private Trainer run besides the Trainer's own: its state, and its accounting.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+"""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""FSDP of the Trainer: its settings, each followed, named as useless or refused; and a model in parts."""
+"""FSDP of the Trainer: its settings, each followed, named as useless or refused; and a model in parts.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+"""
 
 import logging
 import os

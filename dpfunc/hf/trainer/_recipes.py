@@ -1,4 +1,7 @@
-"""The recipe of a model: which trained parameters are a new head, how long its inputs are, what a rate can reach."""
+"""The recipe of a model: which trained parameters are a new head, how long its inputs are, what a rate can reach.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 import dataclasses
 import math

@@ -1,5 +1,8 @@
 """What would end a private run in the midst of it, found before its first step: records that the model cannot take, an
-evaluation that fails, and weights that are not read back as they were written."""
+evaluation that fails, and weights that are not read back as they were written.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

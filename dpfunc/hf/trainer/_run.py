@@ -1,4 +1,7 @@
-"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and what it says."""
+"""A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and what it says.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+"""
 
 import math
 import os

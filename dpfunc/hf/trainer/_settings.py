@@ -1,5 +1,7 @@
 """What a private run of the Trainer does not follow: one table of (setting, domain, reason), refused by name.
 
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+
 Variables of `accelerate launch` and `TrainingArguments` are checked first, for the message; the `Accelerator` that came
 of them is checked last, so that nothing gets past by another way.
 """

@@ -1,4 +1,7 @@
-"""The privacy arguments of a training script: one dataclass that command lines, YAML files and scripts share."""
+"""The privacy arguments of a training script: one dataclass that command lines, YAML files and scripts share.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,7 @@
-"""The Trainer of Transformers with private steps: change the class, add PrivacyArguments."""
+"""The Trainer of Transformers with private steps: change the class, add PrivacyArguments.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+"""
 
 import logging
 import math

@@ -1,4 +1,7 @@
-"""Vision-language models: what is trained, and batches of images with text."""
+"""Vision-language models: what is trained, and batches of images with text.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Images, and text with them as one batch: each sample has as many images and image tokens, real or not."""
+"""Images, and text with them as one batch: each sample has as many images and image tokens, real or not.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+"""
 
 import struct
 import warnings

@@ -1,4 +1,7 @@
-"""Vision-language models: which parameters a strategy trains, and the model as a function of them."""
+"""Vision-language models: which parameters a strategy trains, and the model as a function of them.
+
+May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+"""
 
 import copy
 import inspect

@@ -1,4 +1,7 @@
-"""Strategies of correlated noise: their matrices, sensitivities and errors, in float64 and without torch."""
+"""Strategies of correlated noise: their matrices, sensitivities and errors, in float64 and without torch.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from dpfunc.noise.strategies.banded import BandMF, optimal_bands
 from dpfunc.noise.strategies.base import Recursion, Strategy, Toeplitz

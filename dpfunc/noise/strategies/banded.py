@@ -1,4 +1,7 @@
-"""BandMF: a banded Toeplitz matrix whose coefficients an optimiser chose."""
+"""BandMF: a banded Toeplitz matrix whose coefficients an optimiser chose.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache

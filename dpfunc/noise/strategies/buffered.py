@@ -1,4 +1,7 @@
-"""BLT: a Toeplitz matrix whose coefficients are a sum of few geometric series, so that few buffers are kept."""
+"""BLT: a Toeplitz matrix whose coefficients are a sum of few geometric series, so that few buffers are kept.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache

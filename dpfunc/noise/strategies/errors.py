@@ -1,4 +1,7 @@
-"""Errors of prefix sums of correlated noise, which optimisers make small."""
+"""Errors of prefix sums of correlated noise, which optimisers make small.
+
+May import: its folder, batches, rng and below. Trusted: no.
+"""
 
 from typing import Literal
 

@@ -1,4 +1,7 @@
-"""Lambda-CGD: each release takes back a part of the noise of the last one."""
+"""Lambda-CGD: each release takes back a part of the noise of the last one.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""BSR and BISR: bands of the square root of the matrix of prefix sums, and bands of its inverse."""
+"""BSR and BISR: bands of the square root of the matrix of prefix sums, and bands of its inverse.
+
+May import: its folder, batches, rng and below. Trusted: yes.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
