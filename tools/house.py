@@ -172,8 +172,10 @@ def with_picture(page: str) -> str:
 def layers() -> dict[str, int]:
     """Folders and top-level files with their layers, as tests/test_house_rules.py states them."""
     tree = ast.parse(RULES.read_text())
-    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and "LAYERS" in ast.unparse(node.targets)]
-    return dict(ast.literal_eval(values[0]))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            return dict(ast.literal_eval(node.value))
+    raise LookupError(f"{RULES} has no LAYERS")
 
 
 def may_import(path: Path) -> str:
@@ -206,9 +208,12 @@ def trusted_table() -> str:
             folders.setdefault(folder, {})[path.name] = header(path).endswith("Trusted: yes.")
     lines = ["| folder | trusted | not trusted |", "|---|---|---|"]
     for folder, files in sorted(folders.items()):
-        yes, no = ([f"`{name}`" for name, each in files.items() if each is wanted] for wanted in (True, False))
-        columns = [", ".join(some) if some and others else "all" * bool(some) for some, others in ((yes, no), (no, yes))]
-        lines.append(f"| `{folder}/` | {columns[0]} | {columns[1]} |")
+        trusted = [f"`{name}`" for name, each in files.items() if each]
+        other = [f"`{name}`" for name, each in files.items() if not each]
+        if trusted and other:
+            lines.append(f"| `{folder}/` | {', '.join(trusted)} | {', '.join(other)} |")
+        else:
+            lines.append(f"| `{folder}/` | {'all' if trusted else ''} | {'all' if other else ''} |")
     return f"{TRUSTED}{chr(10).join(lines)}\n<!-- end -->\n"
 
 
