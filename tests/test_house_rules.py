@@ -260,7 +260,8 @@ def test_what_the_page_names_is_there():
 
 def test_the_page_about_rows_names_files_and_tests_that_are_there():
     """docs/isolation.md: code in dpfunc/engines/, tests in tests/engines/."""
-    lines = (REPOSITORY / "docs" / "isolation.md").read_text().splitlines()
+    page = (REPOSITORY / "docs" / "isolation.md").read_text()
+    lines = page.replace(HOUSE["trusted_table"](), "").splitlines()  # that list names files of all folders
     rows = [line.strip("| ").split(" | ") for line in lines if line.count(" | ") == 2 and ".py" in line]
     assert len(rows) > 15
     code = {name for _, column, _ in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", column)}
