@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import out_of_memory
-from dpfunc._utils.processes import is_dtensor
+from dpfunc._utils.processes import is_dtensor, process_context
 from dpfunc._utils.validation import fail, integer, one_of, refuse
 from dpfunc.batches import batch_size, check_params, refuse_narrow_range, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, of_run, partition, safe_factors
@@ -127,6 +127,18 @@ class ClippedGrad:
     @cached_property
     def _microbatches(self) -> Microbatches:
         return Microbatches(self.loss_fn, self.engine, self.microbatch_size)
+
+    def prepared(self, params: Params, batch: Batch) -> str:
+        """What the engine has learnt of the loss for rows of this shape, as text: the same in each process.
+
+        It is empty where the loss, or the preparation, communicates: what differs there ends the pass; and where no
+        made-up row could be computed.
+        """
+        if self.ranks is None or not self.ranks.independent or any(map(is_dtensor, params.values())):
+            return ""
+        with _TURN, process_context("independent"):
+            found = self._microbatches.prepare(params, batch)
+        return repr(found) if getattr(found, "uses", None) else ""
 
     def __call__(
         self, params: Params, batch: Batch, *,

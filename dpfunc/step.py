@@ -138,7 +138,11 @@ class DPStep:
                     "a state, which all processes share", "state", None,
                     "Start with dp_step.init(params, shared_key(ranks)).",
                 )  # fmt: skip
-            own = summarize(step=state.step, batch=batch, params=params, run=self._described(state), ranks=self.ranks)
+            prepared = self.clipped_grad.prepared(params, batch)
+            own = summarize(
+                step=state.step, batch=batch, params=params, run=self._described(state), prepared=prepared,
+                ranks=self.ranks,
+            )  # fmt: skip
         finally:  # all mean the same by this call, or each has an error
             num_rows = agree(own, self.ranks)
         return rows._replace(size=num_rows)

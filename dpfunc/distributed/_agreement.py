@@ -31,6 +31,7 @@ class RankSummary(NamedTuple):
     shared_params: int = 0  # equal on all of the tensor group
     part: int = 0  # positions of this process's shards over the data group
     replica: int = 0  # their values
+    prepared: int = 0  # what the engine has learnt of the loss, for these shapes of a row; 0 if nothing
 
 
 UNABLE = RankSummary(failed=1)
@@ -56,6 +57,10 @@ _ADVICE = {
         "Rows of different shapes run different communication inside of a sharded model. Pad to the same length on all "
         "processes."
     ),
+    "prepared": (
+        "The engine has learnt other facts of the loss from made-up rows of the same shape. Code of the loss differs, "
+        "or asks where it runs (rank, host, environment, files). Give all processes the same loss."
+    ),
     "data": _SAME_RECORDS,
     "num_samples": _SAME_RECORDS,
 }
@@ -63,8 +68,11 @@ _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
-def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks) -> RankSummary:
-    """Summary of a process that is able to take the step; `run` describes all else that must be equal on all."""
+def summarize(*, step: int, batch: Batch, params: Params, run: str, prepared: str, ranks: Ranks) -> RankSummary:
+    """Summary of a process that is able to take the step; `run` describes all else that must be equal on all.
+
+    `prepared` describes what the engine has learnt of the loss, which must be equal where rows have the same shape.
+    """
     check_finite(params)
     check_placements(params, ranks)
     _dummy_of(batch, ranks)
@@ -83,6 +91,7 @@ def summarize(*, step: int, batch: Batch, params: Params, run: str, ranks: Ranks
         shared_params=checksum(_held_by_all(params, ranks, tensor=True).items()) if tensor_parallel else 0,
         part=digest(str([(name, window(p, name)) for name, p in sharded.items()])),
         replica=checksum(sharded.items()),
+        prepared=digest(prepared) if prepared else 0,
     )
 
 
@@ -115,8 +124,10 @@ def _differing(tables: list[list[RankSummary]], ranks: Ranks) -> list[tuple[str,
     compared = [(name, [getattr(row, name) for row in table]) for table, names in groups for name in names]
     differing = [(name, values) for name, values in compared if len(set(values)) > 1]
     parts = [(row.part, row.replica) for row in tables[0]]
-    if len(set(parts)) > len(dict(parts)):
-        differing.append(("params", [replica for _, replica in parts]))
+    prepared = [(row.rows, row.prepared) for row in tables[0] if row.prepared]
+    for name, pairs in (("params", parts), ("prepared", prepared)):
+        if len(set(pairs)) > len(dict(pairs)):
+            differing.append((name, [value for _, value in pairs]))
     return differing
 
 

@@ -159,7 +159,7 @@ class Microbatches:
         """The clipped sums of all microbatches together, and what else they give."""
         refuse_modes()
         num_samples = len(mask_B)
-        self._prepare(params, batch)
+        self.prepare(params, batch)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
         several = size < num_samples and not in_lockstep()
         state = python_state(self.loss_fn) if several else ()
@@ -185,13 +185,12 @@ class Microbatches:
         _, losses, norms, _, aux = zip(*found, strict=True)
         return MicrobatchSums(sums, torch.cat(losses), torch.cat(norms), {}, joined_aux(aux))
 
-    def _prepare(self, params: Params, batch: Batch) -> None:
-        """Let the loss build what it keeps for rows of this shape."""
+    def prepare(self, params: Params, batch: Batch) -> object:
+        """Let the loss build what it keeps for rows of this shape; what the engine has learnt of it, if it says so."""
         with uncompiled():
             if self._row_engine is not None:
-                self._row_engine.prepare(self.loss_fn, params, batch)
-            else:
-                self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
+                return self._row_engine.prepare(self.loss_fn, params, batch)
+            return self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if self.size is None:

@@ -37,7 +37,7 @@ class PreparedLoss:
     settings: Settings
     reads: str = ""
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    together: frozenset[str] = frozenset()
+    together: frozenset[str] = field(default=frozenset(), repr=False)  # whose order differs between processes
     alone: str = ""
     unused: tuple[str, ...] = ()
     known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)

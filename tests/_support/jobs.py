@@ -108,6 +108,8 @@ def one_step_of(trouble):
             raise ValueError("the loss of this process fails")
         if own.get("killed") == "inside":
             os.kill(os.getpid(), signal.SIGKILL)
+        if "other code" in own:
+            params = {name: param.cos() for name, param in params.items()}
         return loss_fn(params, batch)
 
     def journal(after):

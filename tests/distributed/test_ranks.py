@@ -137,6 +137,7 @@ DISAGREEMENTS = {
     "journal": ({"journal": "none"}, "RankMismatch", "about run", "all pass a journal"),
     "step": ({"step": 1}, "RankMismatch", "about step", "All processes take every step"),
     "one ulp": ({"ulp": True}, "RankMismatch", "about params", "at least one bit"),
+    "code of the loss": ({"other code": True}, "RankMismatch", "about prepared", "Code of the loss differs"),
     "dummy that no process needs": (
         {"dummy": BAD_DUMMY},
         "InvalidArgument",
