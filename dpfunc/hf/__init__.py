@@ -8,13 +8,27 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
+    from dpfunc.hf.preferences import CollatePairs, Preference, reference_log_probabilities
     from dpfunc.hf.tasks import make_loss_fn
     from dpfunc.hf.trainer.arguments import PrivacyArguments
     from dpfunc.hf.trainer.trainer import DPTrainer
 
-__all__ = ["DPTrainer", "PrivacyArguments", "make_loss_fn"]
+__all__ = [
+    "CollatePairs",
+    "DPTrainer",
+    "Preference",
+    "PrivacyArguments",
+    "make_loss_fn",
+    "reference_log_probabilities",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = lazy(
-        __name__, {"trainer.trainer": "DPTrainer", "trainer.arguments": "PrivacyArguments", "tasks": "make_loss_fn"}
+        __name__,
+        {
+            "trainer.trainer": "DPTrainer",
+            "trainer.arguments": "PrivacyArguments",
+            "tasks": "make_loss_fn",
+            "preferences": "CollatePairs Preference reference_log_probabilities",
+        },
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpfunc._utils.validation import one_of, positive, real
 from dpfunc.errors import InvalidArgument
 
 IGNORED = -100
@@ -50,13 +51,88 @@ def token_mean(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGN
     >>> token_mean(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     tensor([1.3863])
     """
+    count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
+    return _token_sum(logits_BTV, labels_BT, ignore_index) / count_B
+
+
+def _token_sum(logits_BTV: Tensor, labels_BT: Tensor, ignore_index: int) -> Tensor:
+    """Cross entropy of each token, sum over the sample's own labelled ones."""
     _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)
     losses_N = _cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index)
-    count_B = (labels_BT != ignore_index).sum(1).clamp(min=1)
-    return losses_N.reshape(labels_BT.shape).sum(1) / count_B
+    return losses_N.reshape(labels_BT.shape).sum(1)
 
 
 seq2seq = token_classification = token_mean
+
+
+def log_probability(logits_BTV: Tensor, labels_BT: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+    """Log-probability of the labelled tokens of a text: `sum_t m_t log p(labels_t | the tokens before)`, t >= 1.
+
+    Args:
+        labels_BT: the input ids, not shifted. ignore_index: the label of what is given (the prompt) or padding.
+
+    Returns:
+        (B,): log pi(answer | prompt) of each sample, not divided by its length.
+
+    >>> log_probability(torch.zeros(1, 3, 4), torch.tensor([[-100, 2, 3]]))  # 2 log(1/4)
+    tensor([-2.7726])
+    """
+    _check("logits (B, T, V)", logits_BTV, "labels (B, T)", labels_BT)  # before they are shifted
+    return -_token_sum(logits_BTV[:, :-1], labels_BT[:, 1:], ignore_index)
+
+
+PREFERENCES = ("sigmoid", "ipo", "hinge")
+"""Kinds of `preference`."""
+
+
+def preference(
+    margin_B: Tensor, *, kind: str = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0
+) -> Tensor:  # fmt: skip
+    """Loss of a pair of answers of which people chose one, by how much more the model has moved towards that one.
+
+    With pi the model that is trained, pi_ref the one before, x the prompt, y_w the chosen and y_l the rejected answer,
+    the margin is `delta = log pi(y_w | x) / pi_ref(y_w | x) - log pi(y_l | x) / pi_ref(y_l | x)`.
+
+    Args:
+        margin_B: delta of each pair, from two `log_probability` for each model.
+        kind: "sigmoid" (DPO) is `-(1 - s) log sigmoid(beta delta) - s log sigmoid(-beta delta)`; "ipo" is
+            `(delta - 1 / (2 beta))^2`; "hinge" is `max(0, 1 - beta delta)`.
+        beta: > 0; a larger one keeps the model nearer to the reference.
+        label_smoothing: s, 0 <= s < 0.5, the share of pairs whose answers are taken to be the wrong way round; of
+            "sigmoid" only.
+
+    Returns:
+        (B,): the loss of each pair, unreleased.
+
+    Raises:
+        InvalidArgument: margins that are not (B,), or an argument outside of its domain.
+
+    Guarantees:
+        tests/hf/test_preferences.py: published figures (test_figures); per-sample gradients are those of single pairs
+        (test_per_sample_gradients_are_those_of_the_loop).
+
+    Papers: Rafailov et al. 2023, "Direct Preference Optimization", arXiv 2305.18290, equation 7 (sigmoid); Azar et al.
+    2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences", arXiv 2310.12036, equation 17
+    with tau = beta (ipo); Zhao et al. 2023, "SLiC-HF", arXiv 2305.10425, equation 1, with the reference in the margin
+    (hinge); Mitchell 2023, "A note on DPO with noisy preferences and relationship to IPO" (label_smoothing).
+
+    >>> preference(torch.tensor([0.0, 1.0, -1.0]), beta=1.0)
+    tensor([0.6931, 0.3133, 1.3133])
+    """
+    one_of("kind", kind, PREFERENCES)
+    positive("beta", beta)
+    domain = '0 <= label_smoothing < 0.5, and 0 of another kind than "sigmoid"'
+    real("label_smoothing", label_smoothing, domain, inside=lambda s: s == 0 or (kind == "sigmoid" and 0 < s < 0.5))
+    if margin_B.dim() != 1:
+        raise InvalidArgument(f"Expected margins (B,), one for each pair, got {tuple(margin_B.shape)}.")
+    margin_B = _at_least_float32(margin_B)
+    if kind == "ipo":
+        return (margin_B - 1 / (2 * beta)).square()
+    if kind == "hinge":
+        return (1 - beta * margin_B).relu()
+    right_B = F.logsigmoid(beta * margin_B)
+    wrong_B = F.logsigmoid(-beta * margin_B)
+    return -(1 - label_smoothing) * right_B - label_smoothing * wrong_B
 
 
 def classification(logits_BC: Tensor, labels_B: Tensor, *, ignore_index: int = IGNORED) -> Tensor:

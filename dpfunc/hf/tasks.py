@@ -33,6 +33,11 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     A token after padding is not predicted: with padding on the left, how much of it there is depends on the longest
     sample of the batch, and the loss of the others must not.
     """
+    return losses.causal_lm(*next_tokens(forward, params, batch))
+
+
+def next_tokens(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits (B, T, V) of a language model, and labels (B, T), not shifted, without those of tokens after padding."""
     inputs, labels_BT = _split(batch)
     found = [name for name in _PACKED if name in inputs]
     if not found and "position_ids" in inputs and "attention_mask" not in inputs:
@@ -47,7 +52,7 @@ def causal_lm(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) 
     if (mask_BT := inputs.get("attention_mask")) is not None and mask_BT.shape == labels_BT.shape:
         before_BT = torch.cat((torch.ones_like(mask_BT[:, :1]), mask_BT[:, :-1]), dim=1)
         labels_BT = torch.where(before_BT == 0, losses.IGNORED, labels_BT)
-    return losses.causal_lm(_logits_of_tokens(forward, params, inputs, labels_BT), labels_BT)
+    return _logits_of_tokens(forward, params, inputs, labels_BT), labels_BT
 
 
 def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:

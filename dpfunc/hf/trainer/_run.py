@@ -184,13 +184,18 @@ def as_function(
     return managed.forward, managed.engine, managed.ranks
 
 
-def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Mapping[str, Any]], Tensor]:
-    """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
+def called(model: nn.Module, wrapped: nn.Module) -> Caller:
+    """The wrapped model as a function of parameters that are its own, with the facts about the model inside."""
 
     def forward(params: Params, *args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    loss_fn = make_loss_fn(Caller(forward, facts_of_model(model)), task)
+    return Caller(forward, facts_of_model(model))
+
+
+def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Mapping[str, Any]], Tensor]:
+    """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
+    loss_fn = make_loss_fn(called(model, wrapped), task)
     return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
 
 

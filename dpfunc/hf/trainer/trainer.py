@@ -35,6 +35,7 @@ from dpfunc.distributed._object_collectives import all_or_none, by_writer, check
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.functional._fsdp import settle
 from dpfunc.hf._facts import facts_of_model
+from dpfunc.hf.preferences import Preference, margins
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
@@ -560,6 +561,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._twin is None:
             self._twin = runs.twin_loss(self.model, model, self._task)
         return self._twin(inputs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As in `Trainer`; of preferences the mean loss of pairs, and as predictions their margins, with labels 1."""
+        task = getattr(self._task, "sample_loss", self._task)  # of people, whose records are evaluated one by one
+        if not isinstance(task, Preference):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            margin_B = margins(runs.called(self.model, model), {}, self._prepare_inputs(inputs)).detach()
+        outputs = (None, None) if prediction_loss_only else (margin_B, torch.ones_like(margin_B))
+        return task.loss(margin_B).mean(), *outputs
 
     def evaluation_loop(
         self, dataloader: DataLoader[Any], description: str, prediction_loss_only: bool | None = None,
