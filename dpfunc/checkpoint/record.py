@@ -9,10 +9,12 @@ from datetime import UTC, datetime
 
 from dpfunc._utils.validation import expect
 from dpfunc._utils.versions import installed
+from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
 from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
 from dpfunc.engines.loop import Loop
 from dpfunc.engines.vmap_grad import VmapGrad
+from dpfunc.errors import LedgerConflict
 from dpfunc.noise import DEFAULT
 from dpfunc.rng import fingerprint
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
@@ -30,6 +32,7 @@ def make_record(
     public_bound: bool = False,
     epoch: float | None = None,
     not_covered: Sequence[str] = (),
+    ledger: Ledger | None = None,
 ) -> Record:
     """The record of a run up to a state, earlier phases included.
 
@@ -40,16 +43,20 @@ def make_record(
             is the number of records, which the record then publishes, and says so.
         epoch: passes over the data; None computes it from the steps.
         not_covered: sentences on what else was looked at or published, besides `dpfunc.accounting.record.NOT_COVERED`.
+        ledger: all that was spent on these records, this run included: of `release_mean` after it, or `journal_ledger`
+            of a journal that several runs share. None: `state.ledger`, the run and what was spent before it.
 
     Returns:
         What `dpfunc ledger show` reads: write its `to_json()` into `privacy_accounting.json`, and publish that.
 
     Raises:
         InvalidArgument: an empty unit, a text with control characters, or a state of another plan.
+        LedgerConflict: a ledger without all steps of the run and of what was spent before it.
         StateReused: a later step was released in this process: its cost belongs into the record.
 
     Guarantees:
-        tests/checkpoint/test_record.py::test_a_record_says_what_the_run_was.
+        tests/checkpoint/test_record.py::test_a_record_says_what_the_run_was,
+        ::test_a_record_of_all_that_was_spent.
 
     >>> import dpfunc, torch
     >>> poisson, flat = dpfunc.sampling.Poisson(100, 0.1), dpfunc.clipping.Flat(1.0)
@@ -66,7 +73,13 @@ def make_record(
     expect(unit.strip(), "what one row of a batch is, e.g. unit='one patient'", "unit", unit)
     check_own_plan(state, plan_digest(plan))
     check_newest(state)
-    answer = state.ledger.epsilon(plan.delta, plan.accountant)
+    spent = state.ledger if ledger is None else ledger
+    if spent.adjacency != state.ledger.adjacency or spent.lacks(state.ledger):
+        raise LedgerConflict(
+            f"Expected a ledger of all that was spent, {state.ledger!r} of the run included, got ledger={spent!r}. "
+            "Pass that of the last release, or journal_ledger(path). No record was made."
+        )
+    answer = spent.epsilon(plan.delta, plan.accountant)
     last = max(0, state.step - 1)
     clip = dp_step.clipped_grad.at(last, state.clip_state)
     proven = type(clip.rule).__module__.startswith("dpfunc.")  # a schedule may be of a rule that is not
@@ -83,8 +96,8 @@ def make_record(
         target_epsilon=plan.epsilon,
         accountant=answer.method,
         note=answer.note,
-        epsilon_rdp=state.ledger.epsilon(plan.delta, "rdp").epsilon,
-        ledger=state.ledger,
+        epsilon_rdp=spent.epsilon(plan.delta, "rdp").epsilon,
+        ledger=spent,
         mechanism=_MECHANISMS[plan.allocation] if ours else repr(plan.noise),
         noise_multiplier=plan.events(0, last + 1)[-1].noise_multiplier,  # other noise may have a scale of its own
         noise_source=known.SOURCES[dp_step.noise_source],

@@ -26,10 +26,11 @@ _OUT = click.option("--out", type=_PATH, help="New file for the result, which dp
 @click.option("--public-key", type=_PATH, help="With --check: key (PEM) of who should have signed it.")
 @click.option("--model", type=_PATH, help="With --check: weights (.safetensors) that it should be about.")
 @click.option("--evidence", type=_PATH, multiple=True, help="Result of dpfunc verify or audit, to be told in it.")
+@click.option("--beside", type=_PATH, multiple=True, help="Another run on the same records, which RUN did not count.")
 @json_option
 def certify(
     run: Path | None, checked: Path | None, out: Path | None, private_key: Path | None, public_key: Path | None,
-    model: Path | None, evidence: tuple[Path, ...], as_json: bool,
+    model: Path | None, evidence: tuple[Path, ...], beside: tuple[Path, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Write a certificate of the privacy of a run, or check one.
 
@@ -39,10 +40,10 @@ def certify(
 
     Example: dpfunc certify runs/mails
     """
-    if any((public_key, model, run is None) if checked is None else (run, out, private_key, evidence)):
+    if any((public_key, model, run is None) if checked is None else (run, out, private_key, evidence, beside)):
         raise click.UsageError(
-            "Expected either RUN, to make a certificate, perhaps with --out, --sign and --evidence; or --check FILE, "
-            "perhaps with --public-key and --model."
+            "Expected either RUN, to make a certificate, perhaps with --out, --sign, --evidence and --beside; or "
+            "--check FILE, perhaps with --public-key and --model."
         )
     from dpfunc.evidence import certificate
 
@@ -54,7 +55,7 @@ def certify(
         rows = [(finding.name, finding.agrees, finding.found) for finding in findings]
         print_checks(rows, {**checks, "signed": vouched}, as_json, "Do not rely on it", good)
     elif run is not None:
-        path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence)
+        path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence, beside=beside)
         values = json.loads(path.read_bytes())
         unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
         for says in unmet:

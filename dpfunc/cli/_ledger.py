@@ -5,7 +5,7 @@ May import: its folder, train and below. Trusted: no.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
-from dpfunc.checkpoint.journal import read_cost, read_steps, steps_ledger
+from dpfunc.checkpoint.journal import Taken, read_cost, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
 from dpfunc.errors import InvalidArgument
 
@@ -45,8 +45,16 @@ class _Source:
     record: Record | SelectionRecord | None = None
     # Steps in the journals of the same folder that the ledger does not count; None without a journal.
     uncounted: int | None = None
-    # Runs in these journals, and the number of steps that each has taken.
-    steps: Mapping[str, int] = field(default_factory=dict)
+    # Runs in these journals, and the steps that each has taken.
+    runs: Mapping[str, Mapping[int, Taken]] = field(default_factory=dict)
+
+    def parts(self) -> list[tuple[str, Ledger]]:
+        """The ledgers of the runs in the journals, and of what these have counted besides, each with its name."""
+        if not self.runs or self.uncounted:
+            return [("", self.ledger)]
+        earlier = self.ledger.beyond(steps_ledger(self.runs.values()))
+        parts = [(name, steps_ledger([taken])) for name, taken in self.runs.items()]
+        return [*parts, *([("earlier runs", earlier)] if earlier.events else [])]
 
     def guarantee(self, delta: float, method: str) -> accounting.Guarantee:
         """The cost, computed again, never by the method that a file names. That of a search is counted by rdp alone."""
@@ -65,12 +73,13 @@ def _read_source(path: Path) -> _Source:
     path = _file_of(path, journals) if path.is_dir() else path
     found = read_cost(path)
     if isinstance(found, Ledger):
-        return _Source(path, found)
+        own = read_steps(path) if path.suffix == ".jsonl" else {}
+        return _Source(path, found, runs=own)
     if isinstance(found, SelectionRecord):
         return _Source(path, found.spent, found)
     runs = {name: run for journal in journals for name, run in read_steps(journal, missing="empty").items()}
     uncounted = found.ledger.lacks(steps_ledger(runs.values())) if runs else None
-    return _Source(path, found.ledger, found, uncounted, {name: max(run) + 1 for name, run in runs.items()})
+    return _Source(path, found.ledger, found, uncounted, runs)
 
 
 def _file_of(folder: Path, journals: list[Path]) -> Path:
@@ -109,15 +118,15 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
     _note(source)
     at, spent = _given(source, "delta", delta), source.ledger
     if source.record is not None and delta is None and method is None:
-        _show_record(source.record, as_json)
+        _show_record(source.record, source.parts(), as_json)
         return
     guarantee, counted = source.guarantee(at, method or "auto"), not isinstance(source.record, SelectionRecord)
     if as_json:
-        steps = {"num_steps": spent.num_steps, "events": [asdict(event) for event in spent.events]}
+        steps = {"num_steps": spent.num_steps, "events": _described([("", spent)]), "runs": _described(source.parts())}
         print_json({**describe(guarantee), **(steps if counted else {})})
         return
     if counted:
-        _print_events(f"{spent.num_steps} steps, {spent.adjacency}", [("", spent)])
+        _print_events(f"{spent.num_steps} steps, {spent.adjacency}", "run", source.parts())
     click.echo(str(guarantee))
 
 
@@ -144,14 +153,19 @@ def _note(source: _Source) -> None:
         )
 
 
-def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
-    """Print a record as it was written."""
+def _described(parts: Iterable[tuple[str, Ledger]]) -> list[dict[str, object]]:
+    """The events of ledgers as values, each with the name of its run, if there is one."""
+    return [{**asdict(event), **({"run": name} if name else {})} for name, ledger in parts for event in ledger.events]
+
+
+def _show_record(record: Record | SelectionRecord, parts: Sequence[tuple[str, Ledger]], as_json: bool) -> None:
+    """Print a record as it was written, and the run of each of its events, as the journals beside it have them."""
     if as_json:
-        print_json({**json.loads(record.to_json()), "covered": list(COVERED)})
+        print_json({**json.loads(record.to_json()), "covered": list(COVERED), "runs": _described(parts)})
         return
     included = "" if record.target_epsilon is None else f", within the budget {record.target_epsilon:g}"
     if isinstance(record, SelectionRecord):
-        kind, adjacency = "search", record.spent.adjacency
+        kind, named, adjacency = "search", "values", record.spent.adjacency
         title, counted = "Candidates: one run", list(zip(map(listed, record.candidates), record.ledgers, strict=True))
         if record.spent.num_steps:
             included += f", {record.spent.num_steps} steps of earlier runs included"
@@ -169,8 +183,8 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
             "noise source": record.noise_key,
         }
     else:
-        kind, adjacency = "run", record.ledger.adjacency
-        title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [("", record.ledger)]
+        kind, named, adjacency = "run", "run", record.ledger.adjacency
+        title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [*parts]
         last = " at the end" if record.clip in known.CHANGING else ""
         own = {
             "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
@@ -191,20 +205,20 @@ def _show_record(record: Record | SelectionRecord, as_json: bool) -> None:
         "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
         "written": f"{record.date}, {', '.join(f'{name} {value}' for name, value in record.versions.items())}",
     })  # fmt: skip
-    _print_events(title, counted)
+    _print_events(title, named, counted)
     print_list("Covered, and may be published:", COVERED)
     print_list("Not covered by this epsilon:", record.not_covered)
     click.echo("\nAs it was written. Computed again by: dpfunc ledger check")
 
 
-def _print_events(title: str, ledgers: Iterable[tuple[str, Ledger]]) -> None:
+def _print_events(title: str, column: str, ledgers: Iterable[tuple[str, Ledger]]) -> None:
     """Print what was counted; the first column, which names a ledger, only if it has a name."""
     rows = [
         (name, f"{event.sampling_prob:g}", f"{event.noise_multiplier:g}", str(event.num_steps))
         for name, ledger in ledgers for event in ledger.events
     ]  # fmt: skip
     named = 0 if rows and rows[0][0] else 1
-    header = ("values", "sampling prob", "noise multiplier", "steps")
+    header = (column, "sampling prob", "noise multiplier", "steps")
     print_rows(title, header[named:], [row[named:] for row in rows])
 
 
@@ -251,7 +265,7 @@ def _compare(source: _Source, claim: float, delta: float, found: accounting.Guar
         ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
         _sampling(record),
         _limits(record, source.ledger.adjacency),
-        *([] if isinstance(record, SelectionRecord) else _of_run(record, source.steps)),
+        *([] if isinstance(record, SelectionRecord) else _of_run(record, source.runs)),
     ]
     return rows if budget is None else [*rows, ("budget", claim <= budget * (1 + _ROUNDING), f"{budget:g}")]
 
@@ -264,13 +278,13 @@ def _limits(record: Record | SelectionRecord, adjacency: str) -> _Row:
     return "not covered", fine, "all that no run covers" if fine else "sentences that each such record has are missing"
 
 
-def _of_run(record: Record, steps: Mapping[str, int]) -> list[_Row]:
+def _of_run(record: Record, runs: Mapping[str, Mapping[int, Taken]]) -> list[_Row]:
     """Compute again what follows from the steps of a run, and look for words that dpfunc does not write."""
     again = known.recorded(record.ledger, record.delta, record.epsilon, record.accountant, _ROUNDING)
     rdp = record.ledger.epsilon(record.delta, "rdp").epsilon
     unknown = [name for name, words in _SETTINGS.items() if getattr(record, name) not in words]
     unknown += [] if known.is_proven(record.mechanism) else ["mechanism"]
-    own = steps.get(record.run, "none of this run")
+    own = max(runs[record.run]) + 1 if record.run in runs else "none of this run"
     return [
         ("accountant", again is not None and again.note == record.note, f"{record.accountant}: {record.note}"),
         (
@@ -279,7 +293,7 @@ def _of_run(record: Record, steps: Mapping[str, int]) -> list[_Row]:
         ),
         ("settings", not unknown, f"not of dpfunc: {', '.join(unknown)}" if unknown else "those of dpfunc"),
         ("sampler", known.claims_law(record.sampler, record.ledger.events), record.sampler),
-        ("steps", not steps or own == record.global_step, f"{record.global_step}; in the journal {own}"),
+        ("steps", not runs or own == record.global_step, f"{record.global_step}; in the journal {own}"),
     ]  # fmt: skip
 
 

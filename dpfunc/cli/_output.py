@@ -105,16 +105,21 @@ def print_list(title: str, lines: Iterable[str]) -> None:
 
 
 def print_checks(
-    checks: Sequence[tuple[str, bool, str]], values: Mapping[str, Any], as_json: bool, bad: str,
+    checks: Sequence[tuple[str, bool | None, str]], values: Mapping[str, Any], as_json: bool, bad: str,
     good: str = "All agrees.",
 ) -> None:  # fmt: skip
-    """Print checks, (name, True if it agrees, what was found); the exit code is 1 if one does not agree."""
+    """Print checks, (name, True if it agrees, what was found); the exit code is 0 if all agree, else 1.
+
+    None: there is nothing to compare, which is told from a check that fails.
+    """
     agrees = all(fine for _, fine, _ in checks)
     if as_json:
         print_json({"agrees": agrees, **values})
     else:
-        rows = [(name, "ok" if fine else "WRONG", found) for name, fine, found in checks]
+        words = {True: "ok", False: "WRONG", None: "not shown"}
+        rows = [(name, words[fine], found) for name, fine, found in checks]
         print_rows("Checks", ("", "", "found"), rows)
-        click.echo(good if agrees else f"{bad}: see WRONG.")
+        worst = "WRONG" if any(fine is False for _, fine, _ in checks) else "not shown"
+        click.echo(good if agrees else f"{bad}: see {worst}.")
     if not agrees:
         sys.exit(1)

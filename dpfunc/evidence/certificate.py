@@ -55,6 +55,7 @@ _OPACUS = (*(1 + k / 10 for k in range(1, 100)), *map(float, range(12, 64)))
 
 _WORD = "steps, earlier runs, date, unit, bound of gradients, budgets, evidence, digests"
 NOBODY = "none: nobody vouches for it"
+NO_WEIGHTS = "names no weights: certify again with *.safetensors in the folder of the run"
 _NEEDED = 'Signatures need the package cryptography: pip install "dpfunc[sign]".'
 
 _CLAIM = ("unit", "adjacency", "delta", "epsilon", "accountant", "target_epsilon", "not_covered")
@@ -72,16 +73,16 @@ _ERRORS = {
 
 
 class Finding(NamedTuple):
-    """Result of one check: its name, True if it agrees, and what was found."""
+    """Result of one check: its name, True if it agrees, None if nothing can be compared, and what was found."""
 
     name: str
-    agrees: bool
+    agrees: bool | None
     found: str
 
 
 def certify(
     run: Path | str, *, out: Path | str | None = None, private_key: Path | str | None = None,
-    evidence: Sequence[Path | str] = (),
+    evidence: Sequence[Path | str] = (), beside: Sequence[Path | str] = (),
 ) -> Path:  # fmt: skip
     """Write the certificate of a run, a JSON file, and beside it the same as a page to print (`.html`).
 
@@ -95,6 +96,9 @@ def certify(
         private_key: an Ed25519 key (PEM) to sign with. It needs the extra `sign`.
         evidence: files of `dpfunc verify --out` and `dpfunc audit --out`: their verdicts, without what they measured on
             single records. One of another plan, job or run is refused.
+        beside: folders of other runs on the same records, e.g. of a sweep. Their steps are added to those of `run`:
+            name none that `run`, or another one of them, has counted. Unit, neighbours and mechanism must be the same;
+            the claim holds at the delta of `run`, and the bound of gradients is the largest.
 
     Returns:
         Path of the JSON file. It may be published, as the record may: it has no number of records, no batch, no order
@@ -106,7 +110,8 @@ def certify(
 
     Guarantees:
         tests/evidence/test_certificate.py: one changed byte is found (test_one_changed_byte_is_found), what does not
-        follow is refused (test_what_cannot_be_derived_is_refused), the exact curve of the Gaussian mechanism
+        follow is refused (test_what_cannot_be_derived_is_refused), steps of several runs add up
+        (test_one_certificate_of_several_runs), the exact curve of the Gaussian mechanism
         (test_figures_of_the_gaussian_mechanism).
 
     >>> certify("nowhere")
@@ -114,12 +119,14 @@ def certify(
     dpfunc.errors.InvalidArgument: Expected the folder of a run with privacy_accounting.json in it, got run='nowhere'.
     """
     folder = Path(run)
-    record, runs, journal = _read_run(folder)
-    ledger, lines, job = whole_ledger(runs.values()), chain.read_chain(journal), folder / "job.json"
-    earlier = ledger.beyond(steps_ledger(runs.values()))
-    # files of the released model: checkpoints, which hold the key, are in folders of their own
-    weights = sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
-    code = {str(line.get("code") or "") for _, line in lines} | {chain.sha256(job) if job.is_file() else ""}
+    parts = [_read_run(Path(each)) for each in (run, *beside)]
+    record, runs = _together(parts)
+    earlier, job, place = record.ledger.beyond(steps_ledger(runs.values())), folder / "job.json", folder / _PLACE
+    if beside and place.is_file():
+        raise InvalidArgument(
+            f"Expected no runs beside {str(run)!r}, which has its place in a budget: that counts "
+            "all runs. Leave out beside."
+        )
     plain = json.loads(record.to_json())
     values: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -128,20 +135,19 @@ def certify(
         "steps": _rows(runs),
         "earlier": [to_values(event) for event in earlier.events],
         "digests": {
-            "model": [chain.sha256(path) for path in weights],
+            "model": [digest for part in parts for digest in part.weights],
             "data_order": list(runs),  # a fingerprint of the key, of which all draws are functions
-            "journal": lines[-1][0].digest,
-            "record": chain.sha256(folder / RECORD_FILE),
-            "code": sorted(code - {""}),
+            "journal": _digest_of([part.journal for part in parts]),
+            "record": _digest_of([part.file for part in parts]),
+            "code": sorted({digest for part in parts for digest in part.code}),
         },
         "versions": plain["versions"],
     }
-    values["claim"]["delta_below_one_over_records"] = record.delta * record.dataset_size < 1
+    values["claim"]["delta_below_one_over_records"] = all(record.delta * part.record.dataset_size < 1 for part in parts)
     values["evidence"] = [in_certificate(Path(file), values, job) for file in evidence]
-    place = folder / _PLACE
     values["budget"] = unsigned("place in a budget", unique_json(place.read_bytes())) if place.is_file() else None
     values = _whole(values)
-    _compare_with_opacus(ledger, record.delta, values["result"])
+    _compare_with_opacus(record.ledger, record.delta, values["result"])
     if private_key is not None:
         key = _read_key("private", Path(private_key))
         public, signature = key.public_key().public_bytes_raw().hex(), key.sign(_canonical(values).encode()).hex()
@@ -200,7 +206,8 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     rows += [Finding("signature", signed[0] and named_as, signed[1]), Finding("word of who wrote it", True, _WORD)]
     if model is not None:
         found = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
-        rows.append(Finding("model", found in values["digests"]["model"], found))
+        weights = values["digests"]["model"]
+        rows.append(Finding("model", found in weights, found) if weights else Finding("model", None, NO_WEIGHTS))
     return rows
 
 
@@ -220,8 +227,48 @@ def ledger_of(values: Mapping[str, Any]) -> Ledger:
     return Ledger(tuple(events), cast(Adjacency, values["claim"]["adjacency"]))
 
 
-def _read_run(folder: Path) -> tuple[Record, dict[str, dict[int, Taken]], Path]:
-    """The record of a run, the steps in its journal, and the path of that; refused unless they agree."""
+class _Part(NamedTuple):
+    """What the folder of a run holds: record, steps, and digests of its files."""
+
+    record: Record
+    runs: dict[str, dict[int, Taken]]
+    journal: str  # of its end
+    file: str  # of the record
+    weights: list[str]
+    code: set[str]
+
+
+def _digest_of(digests: Sequence[str]) -> str:
+    """The digest of one file; of several that of all their digests, as long as one of them."""
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[: len(digests[0])]
+
+
+def _together(parts: Sequence[_Part]) -> tuple[Record, dict[str, dict[int, Taken]]]:
+    """The record of the first run with the steps of all runs, and these steps; refused unless it can be said of all."""
+    first, *others = (part.record for part in parts)
+    runs = {name: taken for part in parts for name, taken in part.runs.items()}
+    if not others:
+        return first, runs
+    expect(len(runs) == sum(len(part.runs) for part in parts), "each run in one folder", "runs", [*runs])
+    for name in ("unit", "adjacency", *(name for name in _SETTINGS if name != "max_grad_norm")):
+        for other in others:
+            expect(
+                getattr(other, name) == getattr(first, name), f"{name} {getattr(first, name)!r} in each run", name,
+                getattr(other, name), "Certify them apart.",
+            )  # fmt: skip
+    ledger = first.ledger.compose(*(other.ledger for other in others))
+    answer = ledger.epsilon(first.delta)
+    own = dict.fromkeys(says for record in (first, *others) for says in record.not_covered[: -len(NOT_COVERED)])
+    return dataclasses.replace(
+        first, ledger=ledger, epsilon=answer.epsilon, accountant=answer.method, not_covered=(*own, *NOT_COVERED),
+        max_grad_norm=max(record.max_grad_norm for record in (first, *others)),
+    ), runs  # fmt: skip
+
+
+def _read_run(folder: Path) -> _Part:
+    """The record of a run and the steps in its journal, which must agree, and the digests of its files."""
     expect((folder / RECORD_FILE).is_file(), f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
     journals = sorted(folder.glob("*journal.jsonl"))
     expect(len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
@@ -233,7 +280,12 @@ def _read_run(folder: Path) -> tuple[Record, dict[str, dict[int, Taken]], Path]:
             f"{record.run!r}. What the record claims cannot be derived. Make the record at the end of the run, or "
             "restore it, with the journal of its own run."
         )
-    return record, runs, journals[0]
+    lines, job = chain.read_chain(journals[0]), folder / "job.json"
+    # files of the released model: checkpoints, which hold the key, are in folders of their own
+    weights = sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
+    code = {str(line.get("code") or "") for _, line in lines} | {chain.sha256(job) if job.is_file() else ""}
+    file = chain.sha256(folder / RECORD_FILE)
+    return _Part(record, runs, lines[-1][0].digest, file, [*map(chain.sha256, weights)], code - {""})
 
 
 def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:

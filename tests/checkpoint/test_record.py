@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,11 +11,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpfunc import Ledger, Plan, Schedule, clipping, insecure_key, make_dp_step, noise, sampling, secure_key
+from dpfunc import Ledger, Plan, clipping, make_dp_step, noise, release_mean, sampling, secure_key
 from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
-from dpfunc.checkpoint import make_record
+from dpfunc.checkpoint import Journal, journal_ledger, make_record
 from dpfunc.cli.main import main
-from dpfunc.errors import InvalidArgument, StateReused
+from dpfunc.errors import InvalidArgument, LedgerConflict, StateReused
+from dpfunc.evidence import certify, check
+from dpfunc.rng import insecure_key
+from dpfunc.types import Event, Schedule
 
 
 def run(plan, key, steps=2, **init):
@@ -123,3 +127,38 @@ def test_settings_of_the_last_step_and_bounds_of_groups_as_one():
     state = dp_step.init({"w": torch.zeros(()), "v": torch.zeros(())}, secure_key())
     record = make_record(dp_step, state, unit="one row")
     assert (record.max_grad_norm, record.global_step, record.epsilon) == (5.0, 0, 0.0)
+
+
+def test_a_record_of_all_that_was_spent(tmp_path):
+    """A released mean after the run, in its journal: one record and one certificate count both; the state's ledger alone
+    is refused there, and a ledger that lacks a step, or is of other neighbours, everywhere."""
+    own = plan()
+    journal = Journal(tmp_path / "journal.jsonl", own)
+    dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), own, journal=journal)
+    params, data = {"w": torch.zeros(2)}, torch.ones(100, 2)
+    state = dp_step.init(params, secure_key())
+    for _ in range(5):
+        _, state, _ = dp_step(params, data[own.draw(state, state.step)], state)
+    mean = release_mean(
+        torch.ones(100), bound=1.0, noise_multiplier=9.0, dataset_size=100, delta=1e-3, key=secure_key(),
+        ledger=state.ledger, journal=journal.path,
+    )  # fmt: skip
+    whole = make_record(dp_step, state, unit="one patient", ledger=mean.ledger)
+    assert whole.ledger == own.ledger().record(Event(1.0, 9.0, 1)) == journal_ledger(journal.path)
+    assert whole.epsilon == whole.ledger.epsilon(1e-3).epsilon > own.ledger().epsilon(1e-3).epsilon
+    assert whole.epsilon_rdp == whole.ledger.epsilon(1e-3, "rdp").epsilon
+    for ledger in (own.ledger(4), Ledger((*mean.ledger.events,), "zero_out")):
+        with pytest.raises(LedgerConflict, match="all that was spent"):
+            make_record(dp_step, state, unit="one patient", ledger=ledger)
+    file = tmp_path / "privacy_accounting.json"
+    file.write_text(make_record(dp_step, state, unit="one patient").to_json())
+    with pytest.raises(InvalidArgument, match="of all that the journal has"):
+        certify(tmp_path)
+    file.write_text(whole.to_json())
+    assert all(finding.agrees for finding in check(certify(tmp_path)))
+    shown = CliRunner().invoke(main, ["ledger", "show", str(tmp_path), "--json"])
+    runs = {row["run"]: row["num_steps"] for row in json.loads(shown.stdout)["runs"]}
+    assert [*runs.values()] == [5, 1]
+    assert whole.run in runs
+    result = CliRunner().invoke(main, ["ledger", "check", str(tmp_path)])
+    assert result.exit_code == 0, result.output

@@ -242,3 +242,21 @@ def test_the_record_of_a_checkpoint_is_not_that_of_the_run(folder):
         result = run(command, part)
         assert result.exit_code == 0
         assert "record of a checkpoint" in result.stderr
+
+
+def test_each_line_says_which_run_it_belongs_to(folder):
+    """Two runs of one journal, and what was counted besides; as text and as values."""
+    path = folder / "privacy_journal.jsonl"
+    first, other = line(0)["run"], {"run": "ff" * 8}
+    with_earlier = LEDGER.compose(Ledger((Event(0.5, 4.0, 2),)))
+    rewrite(folder, ledger=with_earlier, epsilon=with_earlier.epsilon(1e-5).epsilon)
+    assert "earlier runs" in words(run("show", folder))
+    runs = json.loads(run("show", folder, "--json").stdout)["runs"]
+    assert [(row["run"], row["num_steps"]) for row in runs] == [(first, 10), ("earlier runs", 2)]
+    written(path, *(line(step) for step in range(10)), *({**line(step), **other} for step in range(3)))
+    found = json.loads(run("show", path, "--delta", 1e-5, "--json").stdout)
+    assert {row["run"]: row["num_steps"] for row in found["runs"]} == {first: 10, "ff" * 8: 3}
+    assert sum(row["num_steps"] for row in found["events"]) == 13
+    shown = words(run("show", path, "--delta", 1e-5))
+    assert first in shown
+    assert "ff" * 8 in shown

@@ -30,6 +30,7 @@ from dpfunc.evidence._page import page
 from dpfunc.evidence._result import audit_values
 from dpfunc.evidence.certificate import (
     _OPACUS,
+    NO_WEIGHTS,
     NOBODY,
     _assumptions,
     _by_renyi,
@@ -592,6 +593,56 @@ def test_the_model_that_a_certificate_is_about(made, tmp_path):
     assert [finding.name for finding in check(made, model=other) if not finding.agrees] == ["model"]
     with pytest.raises(InvalidArgument, match="file of weights"):
         check(made, model=tmp_path / "nowhere")
+
+
+def test_a_certificate_that_names_no_weights_says_so(tmp_path):
+    """Nothing can be compared, which is no contradiction, and no agreement either."""
+    trained(tmp_path / "run")
+    path = certify(tmp_path / "run")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    (found,) = [finding for finding in check(path, model=weights) if finding.name == "model"]
+    assert (found.agrees, found.found) == (None, NO_WEIGHTS)
+    shown = invoke("certify", "--check", path, "--model", weights)
+    assert shown.exit_code == 1
+    assert "names no weights" in " ".join(shown.output.replace("│", " ").split())
+    assert "WRONG" not in shown.output
+    assert "Do not rely on it: see not shown." in shown.output
+
+
+def test_one_certificate_of_several_runs(tmp_path):
+    """Steps, budgets and weights of all; what the others had counted before; nobody can claim less with a new digest."""
+    plans = [plan_of(), plan_of(noise_multiplier=3.0, num_steps=2), plan_of(noise_multiplier=5.0, num_steps=7)]
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder, own in zip(folders, plans, strict=True):
+        trained(folder, own)
+        (folder / "model.safetensors").write_bytes(folder.name.encode())
+    path = certify(folders[0], beside=folders[1:])
+    values, whole = values_of(path), Ledger(adjacency="zero_out").compose(*(own.ledger() for own in plans))
+    assert ledger_of(values) == whole
+    assert values["claim"]["epsilon"] == whole.epsilon(1e-3).epsilon
+    assert [row["last"] + 1 for row in values["steps"]] == [4, 2, 7]
+    assert len({*values["digests"]["model"]}) == len({*values["digests"]["data_order"]}) == 3
+    assert all(agrees(path, model=folder / "model.safetensors") for folder in folders)
+    jsonschema.validate(values, SCHEMA)
+    alone = values_of(certify(folders[0], out=tmp_path / "alone.json"))
+    assert values["digests"]["journal"] != alone["digests"]["journal"]
+    values["steps"].pop()
+    with pytest.raises(InvalidArgument, match="does not fit together"):
+        check(rewritten(path, lambda _: values))
+
+
+def test_runs_of_which_not_one_thing_can_be_said_are_refused(tmp_path):
+    trained(tmp_path / "a")
+    trained(tmp_path / "b", plan_of(sampling.Poisson(100, 1.0)))
+    with pytest.raises(InvalidArgument, match="sampler"):
+        certify(tmp_path / "a", beside=[tmp_path / "b"])
+    with pytest.raises(InvalidArgument, match="each run in one folder"):
+        certify(tmp_path / "a", beside=[tmp_path / "a"])
+    (tmp_path / "a" / "privacy_budget.json").write_text("{}")
+    trained(tmp_path / "c")
+    with pytest.raises(InvalidArgument, match="counts all runs"):
+        certify(tmp_path / "a", beside=[tmp_path / "c"])
 
 
 def test_signatures(made, tmp_path, keys):

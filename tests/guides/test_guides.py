@@ -68,9 +68,16 @@ def certificate(tmp_path_factory):
     return folder / "run" / "certificate.json"
 
 
+def test_certificate_of_all_that_was_spent(certificate, monkeypatch):
+    monkeypatch.chdir(certificate.parents[1])
+    execute("\n".join(blocks("certificate.md")[:2]))
+    steps = json.loads((certificate.parents[1] / "all" / "certificate.json").read_bytes())["steps"]
+    assert [row["last"] - row["first"] + 1 for row in steps] == [5, 1]
+
+
 def test_certificate_an_outsider_finds_the_same(certificate, capsys):
     """With Opacus alone."""
-    outside, values = blocks("certificate.md")[1], json.loads(certificate.read_text())
+    outside, values = blocks("certificate.md")[-1], json.loads(certificate.read_text())
     assert len([line for line in outside.splitlines() if line]) <= 40
     assert "import dpfunc" not in outside
     opened = "json.load(open(sys.argv[1]))"
@@ -87,7 +94,7 @@ def test_certificate_an_outsider_finds_the_same(certificate, capsys):
 @pytest.mark.skipif(not (PEER / "dp_accounting").is_dir(), reason="needs `make downloads`")
 def test_certificate_the_losses_of_another_library_say_the_same(certificate):
     environment = {**os.environ, "PYTHONPATH": str(PEER)}
-    command = [sys.executable, "-c", blocks("certificate.md")[1], certificate]
+    command = [sys.executable, "-c", blocks("certificate.md")[-1], certificate]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     by_losses = float(re.search(r"by privacy loss distributions: ([\d.]+)", done.stdout).group(1))
     assert by_losses == pytest.approx(json.loads(certificate.read_text())["claim"]["epsilon"], rel=1e-3)
@@ -96,9 +103,10 @@ def test_certificate_the_losses_of_another_library_say_the_same(certificate):
 def test_certificate_commands(here):
     """In order, in a folder with a run."""
     (here / "runs").mkdir()
-    trained(here / "runs" / "mails")
+    for name in ("mails", "best", "first", "second"):
+        trained(here / "runs" / name)
     commands = [line for block in blocks("certificate.md", "bash") for line in block.splitlines()]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         words = command.replace("--check certificate.json", "--check runs/mails/certificate.json").split()
         if words[0] == "dpfunc":
