@@ -172,7 +172,8 @@ class ClippedGrad:
                 "make_dp_step(..., ranks=dpfunc.distributed.sharded(mesh))."
             )
         num_samples = batch_size(batch)
-        real_B = check_mask(mask_B, num_samples, next(iter(params.values())).device)
+        device = next(iter(params.values())).device
+        real_B = check_mask(mask_B, num_samples, device)
         parts = partition(clip.rule.groups, tuple(params))
         bounds = clip.bounds(parts.group_names)
         parts = replace(parts, bounds=tuple(bounds[group] for group in parts.group_names))
@@ -181,17 +182,22 @@ class ClippedGrad:
                 params, batch, real_B, key, partial(self._clip_and_sum, clip.rule, parts, params)
             )
         else:
-            none = torch.zeros(0, len(parts.bounds), device=real_B.device)
+            none = torch.zeros(0, len(parts.bounds), device=device)
             found = MicrobatchSums(zeros(params), none.sum(1), none, {})
         # without rows of padding; all rows are real without a mask: no selection, for which a device has to wait
-        kept = real_B.nonzero()[:, 0] if mask_B is not None else slice(num_samples)
+        kept = slice(num_samples) if real_B is None else real_B.nonzero()[:, 0]
         aux = None if found.aux is None else tree_map(lambda leaf: leaf[kept], found.aux)
         unreleased = Unreleased(found.losses_B[kept], found.norms_BG[kept], aux)
         clipped = ClippedSum(found.sums, parts.group_of, group_sensitivities(bounds, self.adjacency))
         return clip.with_totals(clipped, unreleased, bounds), unreleased
 
     def _clip_and_sum(
-        self, rule: ClipRule, parts: Partition, params: Params, per_sample: PerSampleGrads, mask_B: Tensor
+        self,
+        rule: ClipRule,
+        parts: Partition,
+        params: Params,
+        per_sample: PerSampleGrads,
+        mask_B: Tensor | None,
     ) -> MicrobatchSums:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
@@ -201,10 +207,10 @@ class ClippedGrad:
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 
 
-def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor:
-    """The mask of real samples, all true when there is none."""
+def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) -> Tensor | None:
+    """The mask of real samples on a device; None, where all are real, is None."""
     if mask_B is None:
-        return torch.ones(num_samples, dtype=torch.bool, device=device)
+        return None
     if not isinstance(mask_B, Tensor) or mask_B.shape != (num_samples,) or mask_B.dtype != torch.bool:
         got = f"{mask_B.dtype} {tuple(mask_B.shape)}" if isinstance(mask_B, Tensor) else type(mask_B).__name__
         raise InvalidArgument(

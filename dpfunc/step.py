@@ -154,7 +154,7 @@ class DPStep:
         size = batch_size(batch)
         if getattr(self.plan.sampler, "batch_size", None) == size:
             refuse_list_of_rows(batch, size)
-        real_B = None if mask_B is None else check_mask(mask_B, size, torch.device("cpu"))
+        real_B = check_mask(mask_B, size, torch.device("cpu"))
         if state is not None:
             states.check_state(state, self.plan, self._plan_digest)
             states.check_journal(state, self.journal)

@@ -183,11 +183,11 @@ def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> di
     return {group: scale * bound for group, bound in bounds.items()}
 
 
-def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask_B: Tensor) -> Tensor:
+def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask_B: Tensor | None) -> Tensor:
     """The rule's factors, forced to respect the bound whatever the rule returns.
 
     `factor <= C_g (1 - 2**-13) / norm`, max(C_g, 1) for a norm below 1e-12, and exactly 0 for samples that are padding
-    (`mask_B` false) or have a norm that is not finite in any group: such a sample contributes exactly nothing.
+    (`mask_B` false; None: no sample is) or have a norm that is not finite in any group: these contribute nothing.
     A rule that is not of this library sees one row at a time; a faulty one costs utility, not privacy. Unreleased.
 
     Guarantees:
@@ -198,8 +198,11 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask
     most = [max(bound, 1.0) for bound in inside]
     infinite, none = [math.inf] * len(inside), [0.0] * len(inside)
     inner_G, most_G, infinite_G, none_G = norms_BG.new_tensor([inside, most, infinite, none]).unbind(0)
-    usable_B1 = ((norms_BG.abs() < math.inf).all(dim=1) & mask_B)[:, None]  # false for NaN as well
-    safe_norms_BG = torch.where(usable_B1, norms_BG, infinite_G)
+    finite_BG = norms_BG.abs() < math.inf  # false for NaN as well
+    usable_B = finite_BG.all(dim=1) if len(bounds) > 1 else finite_BG[:, 0]
+    if mask_B is not None:
+        usable_B &= mask_B
+    safe_norms_BG = torch.where(usable_B[:, None], norms_BG, infinite_G)
     ceiling_BG = torch.where(safe_norms_BG < _TINY_NORM, most_G, inner_G / safe_norms_BG)
     factors_BG = torch.minimum(_factors(rule, safe_norms_BG, inner_G), ceiling_BG)
     return torch.where(factors_BG >= _TINY_FACTOR, factors_BG, none_G)  # 0 for NaN, and without a finite norm

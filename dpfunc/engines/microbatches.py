@@ -41,8 +41,9 @@ _CPU_BYTES = 2**28
 # The same on an accelerator, as a share of its memory: the rest is for the model, gradients and what kernels need.
 _DEVICE_SHARE = 4
 
-ClipAndSum = Callable[[PerSampleGrads, Tensor], MicrobatchSums]
-"""Clipped sums of a microbatch, of its gradients and the mask of its real rows. Without effects: it may run twice."""
+ClipAndSum = Callable[[PerSampleGrads, Tensor | None], MicrobatchSums]
+"""Clipped sums of a microbatch, of its gradients and the mask of its real rows (None: all are). Without effects: it may
+run twice."""
 
 
 @runtime_checkable
@@ -109,7 +110,7 @@ class LateMark:
 
     early: bool = False
 
-    def __call__(self, found: PerSample, mask_B: Tensor, clip_and_sum: ClipAndSum) -> MicrobatchSums:
+    def __call__(self, found: PerSample, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
         """The sums of a microbatch."""
         early, quick = self.early, replace(found, late=not self.early)
         sums = clip_and_sum(quick, mask_B)
@@ -154,13 +155,15 @@ class Microbatches:
         return self.engine if isinstance(self.engine, RowEngine) else None
 
     def sums(
-        self, params: Params, batch: Batch, mask_B: Tensor, key: Key | None, clip_and_sum: ClipAndSum
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, clip_and_sum: ClipAndSum
     ) -> MicrobatchSums:
         """The clipped sums of all microbatches together, and what else they give."""
         refuse_modes()
-        num_samples = len(mask_B)
+        num_samples = batch_size(batch)
         self.prepare(params, batch)
         size, padded = self._size(params, batch, num_samples), _narrow(params)
+        if padded and mask_B is None:
+            mask_B = torch.ones(num_samples, dtype=torch.bool, device=next(iter(params.values())).device)
         several = size < num_samples and not in_lockstep()
         state = python_state(self.loss_fn) if several else ()
         generator = torch.default_generator.get_state()
@@ -201,12 +204,18 @@ class Microbatches:
         return math.ceil(num_samples / math.ceil(num_samples / largest))
 
     def _microbatch(
-        self, params: Params, microbatch: Batch, mask_B: Tensor, start: int, key: Key | None, clip_and_sum: ClipAndSum
+        self,
+        params: Params,
+        microbatch: Batch,
+        mask_B: Tensor | None,
+        start: int,
+        key: Key | None,
+        clip_and_sum: ClipAndSum,
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         generator = torch.default_generator.get_state()
-        positions, found, by_row = self._gradients(params, microbatch, _positions(start, len(mask_B)))
-        with exact(mask_B.device):  # processes in lockstep must take the same way
+        positions, found, by_row = self._gradients(params, microbatch, _positions(start, batch_size(microbatch)))
+        with exact(next(iter(params.values())).device):  # processes in lockstep must take the same way
             if isinstance(found, PerSample) and not in_lockstep():
                 sums = self.late_mark(found, mask_B, clip_and_sum)
             else:
@@ -231,13 +240,16 @@ class Microbatches:
         return positions, found, getattr(engine.decision(loss_fn), "by_row", ())
 
 
-def _chunk(batch: Batch, mask_B: Tensor, start: int, size: int, padded: bool) -> tuple[Batch, Tensor]:
+def _chunk(
+    batch: Batch, mask_B: Tensor | None, start: int, size: int, padded: bool
+) -> tuple[Batch, Tensor | None]:  # fmt: skip
     """A microbatch and its mask; if `padded`, of `size` rows also at the end."""
-    chunk, chunk_mask_B = rows(batch, start, start + size), mask_B[start : start + size]
-    missing = size - chunk_mask_B.shape[0]
-    if missing and padded:
-        return pad_rows(chunk, size), torch.cat([chunk_mask_B, chunk_mask_B.new_zeros(missing)])
-    return chunk, chunk_mask_B
+    chunk = rows(batch, start, start + size)
+    own_B = None if mask_B is None else mask_B[start : start + size]
+    missing = size - batch_size(chunk)
+    if missing and own_B is not None and padded:
+        return pad_rows(chunk, size), torch.cat([own_B, own_B.new_zeros(missing)])
+    return chunk, own_B
 
 
 def _narrow(params: Params) -> bool:
