@@ -129,7 +129,7 @@ def refuse_list_of_rows(batch: Batch, size: int) -> None:
 
 @contextmanager
 def ranges_told(batch: Batch) -> Iterator[None]:
-    """Inside, an error of torch about a label or an index that is out of range says which tensors have them.
+    """Context in which torch's error about a label or an index out of range names the tensors that hold it.
 
     Guarantees:
         tests/test_step.py::test_labels_out_of_range_are_told.
@@ -197,7 +197,7 @@ def own_records(drawn: Tensor, num_records: int | None, rank: int = 0, size: int
 
 
 def deal(indices: Tensor, rank: int, size: int) -> Tensor:
-    """The records of one of several processes: every `size`-th of the drawn ones, from the `rank`-th on.
+    """The records of one process among several: every `size`-th of the drawn ones, from the `rank`-th on.
 
     Whatever the number of processes, together they have the draw of one process.
 

@@ -222,7 +222,7 @@ def cpu_generators() -> tuple[object, ...]:
 
 @contextmanager
 def with_generator_state(state: torch.Tensor) -> Iterator[None]:
-    """Inside, torch's global generator of the CPU begins at a state; it goes on as before afterwards."""
+    """Context in which torch's global CPU generator starts at a state; afterwards it continues as before."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(state)
         yield

@@ -232,7 +232,7 @@ _locks: dict[str, AbstractContextManager[Any]] = {}
 
 
 def one_release(state: StepState) -> AbstractContextManager[Any]:
-    """Inside, no other thread of this process releases a step of the run."""
+    """Context in which no other thread of this process releases a step of the run."""
     return _locks.setdefault(fingerprint(state.key), RLock())
 
 

@@ -168,7 +168,7 @@ class DPStep:
         return Rows(batch, real_B, size)
 
     def _together(self) -> AbstractContextManager[None]:
-        """Inside, an error of one process is one of all."""
+        """Context in which an error of one process is an error of all."""
         return (
             nullcontext()
             if self.ranks is None

@@ -56,7 +56,7 @@ def _lock_byte(handle: int, wait: bool) -> bool:
 
 @contextmanager
 def only_process(folder: Path) -> Iterator[None]:
-    """Inside, no other process uses the folder in this way. It is made if it is missing, and removed if still empty.
+    """Context in which no other process uses the folder. It is made if it is missing, and removed if it stays empty.
 
     The lock is a file in it, which is there only while it is held, or after a kill. Blocks of one process may be inside
     of each other (tests/_utils/test_locks.py::test_one_process_has_a_folder, ::test_a_killed_process_has_nothing).
@@ -114,7 +114,7 @@ def _taken(path: Path, folder: Path) -> int:
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Inside, `abandoned(folder)` is False for all, also after a rename; no effect where folders have no locks."""
+    """Context in which `abandoned(folder)` is False, also after a rename; without locks of folders it has no effect."""
     with ExitStack() as stack:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)

@@ -147,7 +147,7 @@ def checksum_and_marks(tensors: Iterable[tuple[str, Tensor]], marks: Iterable[Te
 
 
 def _condensed(words: Tensor) -> Tensor:
-    """Few words as they are; of many the sums of rows and columns, which one or two changes change, and the rest."""
+    """A short list of words unchanged; of a long one, sums of rows and columns, so that one or two changes show."""
     count = len(words) // _COLUMNS
     if count < 2:
         return words
@@ -178,7 +178,7 @@ _FAILED, _ENDED = "dpfunc/failed", "dpfunc/ended"
 
 @contextmanager
 def process_context(processes: dist.ProcessGroup | Literal["independent"]) -> Iterator[None]:
-    """Inside, a step computes its gradients in lockstep with processes that have other records, or independently."""
+    """Context in which a step computes gradients in lockstep with processes of other records, or independently."""
     with ExitStack() as stack:
         stack.callback(_context.reset, _context.set(processes))
         stack.push(lambda kind, error, trace: failed(error))
@@ -222,19 +222,19 @@ def _store() -> Any:
 
 
 def tell(error: BaseException | None) -> str:
-    """Leave for the others why this process fails, before the message that says that it does."""
+    """Store the reason why this process fails, before the message that tells the others of it."""
     text = f"process {dist.get_rank()}: {type(error).__name__}: {error}"
     _store().set(_FAILED, text)
     return text
 
 
 def told() -> str:
-    """The error of the process that failed, after the message that said so."""
+    """The stored error of the process that failed, read after its message has arrived."""
     return str(_store().get(_FAILED).decode())
 
 
 def failed(error: BaseException | None) -> None:
-    """After an error in lockstep: return if all processes fail here, and so can go on; else end the step on all."""
+    """After an error in lockstep: return if all processes fail here and can continue; else end the step on all."""
     group: Any = _lockstep_group()
     if error is None or group is None:
         return
@@ -296,7 +296,7 @@ def on_any_rank(params: Mapping[str, Tensor], flag: bool) -> bool:
 
 @contextmanager
 def refused_by_all() -> Iterator[None]:
-    """Inside, a refusal by one process becomes a refusal by all. Nothing inside may communicate."""
+    """Context in which a refusal by one process becomes a refusal by all. Code in it must not communicate."""
     try:
         yield
     except UnsupportedModel:

@@ -107,7 +107,7 @@ def one_of(name: str, value: object, allowed: Iterable[Name], hint: str = "") ->
 
 
 def boolean(name: str, value: object) -> bool:
-    """True or False, and nothing that only counts as one: the text "false" would be true."""
+    """True or False itself, since the text "false" would count as true."""
     if not isinstance(value, bool):
         raise fail(f"{name} to be true or false", name, value)
     return value
@@ -127,7 +127,7 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
 
 
 def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:
-    """The names that are missing, and those that are unknown, for messages; nothing about a kind that has none."""
+    """Message part with the missing and the unknown names; a kind without names is left out."""
     kinds = {"without": sorted(missing), "with the unknown": sorted(unknown)}
     return ", and ".join(f"{kind} {shorten(names)}" for kind, names in kinds.items() if names)
 
@@ -178,7 +178,7 @@ def named(made: Made) -> Made:
 
 
 def unique_json(text: str | bytes) -> Any:
-    """JSON values in which no object has two values of one name: readers would differ in which of them counts."""
+    """JSON values; an object with one name twice is an error, since readers would take different values."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}

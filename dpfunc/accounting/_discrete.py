@@ -58,7 +58,7 @@ def _shifted(q: float, plain: Array, moved: Array, exponent: Array, direction: D
 
 
 def answers(noise: float, number: int) -> Atoms:
-    """The law of randomised response with answers that differ; the others tell nothing."""
+    """The law of randomised response for the answers that differ; all others carry no information."""
     if noise == 0:
         return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
     false = noise / number

@@ -135,7 +135,7 @@ class Atoms:
 
 
 def conserved(*totals: Array | float) -> None:
-    """Raise `TiltedUnavailable` unless each total mass is 1: a mass that is lost would be a bound that is too low."""
+    """Raise `TiltedUnavailable` unless each total mass is 1: lost mass would make the bound too low."""
     if not all(np.all(np.abs(total - 1) <= 1e-11) for total in totals):
         raise TiltedUnavailable(f"Expected masses that sum to 1, got {totals}. Use method 'rdp'.")
 

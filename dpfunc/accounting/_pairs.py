@@ -28,7 +28,7 @@ def dominating(loss: Array, p: Array, q: Array, below: float, infinite: Array | 
 
 
 def joined(above: Atoms, other: Atoms) -> Atoms:
-    """The law with the losses > 0 of one law, and those < 0 that the other order of the neighbours has as losses > 0.
+    """Positive losses of one direction, and negative ones mirrored from the other.
 
     Delta at -epsilon is that of the other order at epsilon, up to a factor. What is left of the mass has loss 0.
     """

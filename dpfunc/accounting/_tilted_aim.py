@@ -154,7 +154,7 @@ class Aim:
 
 
 def make_aim(few: Sampled, epsilon: float, slope: float, t: float, log_delta: float, fine: float = 1.0) -> Aim:
-    """The parameters for an epsilon; `few` stands for all kinds, and t is the saddle.
+    """The parameters for an epsilon; `few` is a subset that represents all kinds, and t is the saddle.
 
     A t below the saddle is taken where that allows a shorter period, and makes the integrand larger by e^5 at most.
     With a period 2 pi / D the other terms of the sum are below 1e-8 of the wanted one, by Chernoff bounds.

@@ -71,7 +71,7 @@ class Guarantee:
 
 @functools.lru_cache(maxsize=4096)
 def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
-    """Compute the epsilon of events that are laws, from arguments that were validated; 0 <= delta < 1."""
+    """Compute the epsilon of events with known laws, from validated arguments; 0 <= delta < 1."""
     for event in events:
         if (law := law_kind(event)) not in _TAKEN[method]:
             able = " or ".join(repr(name) for name, taken in _TAKEN.items() if law in taken)

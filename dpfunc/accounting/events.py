@@ -205,7 +205,7 @@ def extremes(special: tuple[Event, ...], directions: tuple[Direction, ...]) -> t
 
 
 def has_both(event: Event) -> bool:
-    """True where a Renyi curve is known that may say more than the law of losses."""
+    """True if a Renyi curve is known that may give a tighter bound than the law of losses."""
     return type(event) in _LOSSES and type(event) in _CURVES
 
 

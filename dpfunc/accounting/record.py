@@ -278,7 +278,7 @@ def listed(values: Mapping[str, float]) -> str:
 
 
 def refuse_replaced(name: str, adjacency: Adjacency) -> None:
-    """Refuse the adjacency of which a search has no bound: training and scores then share the record that differs."""
+    """Refuse the adjacency for which a search has no bound: training and scores would share the differing record."""
     checks.expect(
         adjacency != "replace_one", f"{name} add_remove or zero_out", name, adjacency,
         "A record that is replaced may go from those that are trained on to those that are scored.",
@@ -286,7 +286,7 @@ def refuse_replaced(name: str, adjacency: Adjacency) -> None:
 
 
 def is_proven(mechanism: str) -> bool:
-    """True of the noise of dpfunc: a name of `MECHANISMS`, or correlated noise by one of its strategies."""
+    """True for dpfunc's own noise: a name of `MECHANISMS`, or correlated noise by one of its strategies."""
     return mechanism in MECHANISMS or mechanism.startswith(tuple(f"Correlated(strategy={each}(" for each in STRATEGIES))
 
 

@@ -45,13 +45,13 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def free_name(parent: Path, step: int) -> Path:
-    """A new name for each save, also of the same step: nothing is ever overwritten. Later saves have higher numbers."""
+    """A new name for each save, even of the same step: nothing is overwritten. Later saves have higher numbers."""
     last = max((_place(path)[0] for path in all_checkpoints(parent)), default=-1)
     return parent / f"step-{step:08d}.{last + 1:03d}"
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, if it is there. It first gets a name that nothing reads; what a kill leaves, `sweep` removes."""
+    """Remove a folder, if it exists. It is renamed first, so that nothing reads it; `sweep` removes leftovers."""
     # tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed
     if path.exists():
         gone = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
@@ -60,7 +60,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what killed processes left of saves and removals: it can hold the key of the run. Saves at work stay."""
+    """Remove leftovers of killed saves and removals, which can hold the key of the run. Saves in progress stay."""
     # tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept
     for path in (*parent.glob(f"{_REMOVING}*"), *filter(abandoned, parent.glob(f"{SAVING}*"))):
         shutil.rmtree(path, ignore_errors=True)
@@ -92,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, str]:
 
 
 def saved_state(path: Path) -> dict[str, Any]:
-    """The values in the state of a checkpoint; those by which others are compared with it are there."""
+    """The values in the state of a checkpoint, checked to have the fields that comparisons need."""
     values = read_json(path / STATE)
     try:
         key_of(values)

@@ -53,7 +53,7 @@ class _Slot(NamedTuple):
 
 
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON values; its tensors are put into `tensors`. What could not be read back is refused, and named."""
+    """A state as JSON values; its tensors go into `tensors`. A value that a load cannot read is refused by name."""
     # tests/checkpoint/test_states.py::test_a_state_that_cannot_be_read_is_refused_when_it_is_saved
     unreadable: list[tuple[str, type]] = []
 
@@ -137,7 +137,7 @@ def _numbered(groups: Any, params: Params) -> dict[object, str]:
 
 
 def empty(like: Tensor | None, saved: Tensor) -> Tensor:
-    """Room for a saved tensor, laid out as another; for unsharded tensors that are like nothing, on the CPU."""
+    """An empty tensor to load into, laid out as another one; without one, an unsharded tensor on the CPU."""
     if like is None:
         return torch.empty_like(saved, device="cpu")
     part = local(like.detach())

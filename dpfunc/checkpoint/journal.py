@@ -37,13 +37,13 @@ REFUSED = (OSError, SafetensorError, RuntimeError)  # some of which mean that a 
 
 
 def unwritten(error: BaseException) -> bool:
-    """True for those of `REFUSED` that say so: torch has no type for a file that it could not write."""
+    """True for an error of `REFUSED` about a file that could not be written: torch has no type of error for it."""
     return not isinstance(error, RuntimeError) or isinstance(error, NotWritten) or "inline_container" in str(error)
 
 
 @contextmanager
 def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
-    """Inside files of a run are written: a NotWritten says which could not be, why, what was spent, and what to do."""
+    """Context for writing files of a run: NotWritten names the file, the reason, what was spent, and what to do."""
     try:
         yield
     except REFUSED as error:

@@ -148,7 +148,7 @@ class Telemetry:
         return total + (self._scale(bound) * scaled_BN.sum(0)).float()
 
     def _values(self, name: str, unreleased: Unreleased, bounds_G: Tensor) -> Tensor:
-        """The values of a statistic, a row a record."""
+        """The values of a statistic, one row for each record."""
         norms_BG = unreleased.norms_BG
         if name == BELOW:
             return torch.where(norms_BG <= bounds_G, 1.0, -1.0)

@@ -1,4 +1,4 @@
-"""Agreement of the processes that take a step: before it about all that must be equal, after it about the release.
+"""Processes compare step, plan and parameters before a step, and the release after it; if they differ, all raise.
 
 May import: its folder, lora and below. Trusted: yes.
 """

@@ -32,7 +32,7 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 @contextmanager
 def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
-    """Inside, without communication, each process does its part; then all go on, or raise, others `error`."""
+    """Context in which each process works without communication; then all continue, or all raise (others: `error`)."""
     failed, anywhere = True, False
     try:
         yield

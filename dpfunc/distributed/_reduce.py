@@ -45,13 +45,13 @@ def check_placements(params: Params, ranks: Ranks) -> None:
 
 
 def in_step(ranks: Ranks) -> AbstractContextManager[None]:
-    """Inside, this process takes a step together with the others; see `lockstep.process_context`."""
+    """Context in which this process takes a step together with the others; see `process_context`."""
     return process_context("independent" if ranks.independent else ranks.group)
 
 
 @contextmanager
 def gathered(params: Params, ranks: Ranks) -> Iterator[Params]:
-    """Inside, parameters gathered where the data group has parts of them; an error inside is sent in place of sums."""
+    """Context with parameters gathered from the data group; an error in it is sent in place of sums."""
     done = False
     try:
         with in_step(ranks):
@@ -165,7 +165,7 @@ def _packed(sums: Params, params: Params, ranks: Ranks) -> Params:
 
 @contextmanager
 def _added_up(sums: Params, ranks: Ranks) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Inside, this process's terms and bands of rows with noise: a message, also sent after an error; then the sums."""
+    """Context with a message for this process's sums and noise. It is sent even after an error, and gets all sums."""
     message, terms = _message(sums, ranks)
     failed = True
     try:

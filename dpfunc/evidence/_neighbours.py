@@ -100,7 +100,7 @@ class Rows:
 
 
 def left_in(folder: Path, lines: str, elsewhere: Iterable[Path] = ()) -> dict[str, object]:
-    """Lines, files in the folder of a run, and files that it has opened elsewhere to write them."""
+    """Printed lines, files in the folder of a run, and files that it opened for writing elsewhere."""
     left: dict[str, object] = {f"line {n} of what it prints": line for n, line in enumerate(lines.splitlines())}
     inside = {path: str(path.relative_to(folder)) for path in folder.rglob("*")}
     files = inside | {path: str(path) for path in elsewhere if folder not in path.parents}
@@ -382,7 +382,7 @@ def _other_rows(first: Tape, other: Tape, gone: Tensor) -> list[str]:
 
 
 def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
-    """Differences beside the sums, without those that there are on the same data as well."""
+    """Differences other than those of the sums, without differences between two runs on the same data."""
     pairs = enumerate(zip(first.releases, other.releases, strict=False))
     found = [f"step {n}: {what}" for n, (one, two) in pairs for what in _different(one.facts, two.facts)]
     if len(first.releases) != len(other.releases):
@@ -403,7 +403,7 @@ def _what(found: str) -> str:
 
 
 def _first_of_each(moved: list[str]) -> tuple[str, ...]:
-    """The first step of each thing that moves, and no more than a reader looks at."""
+    """The first step of each kind of difference, and at most as many as a reader looks at."""
     found: dict[str, str] = {}
     for what in moved:
         found.setdefault(_what(what).partition(" (")[0].partition(" by ")[0], what)

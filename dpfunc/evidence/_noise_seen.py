@@ -33,7 +33,7 @@ class _Seen:
     pairs: int = 0
 
     def add(self, noise_P: Tensor, weights: Sequence[float]) -> None:
-        """Note the noise of a step, from which that of earlier steps is taken, with their weights."""
+        """Record the noise of a step, after subtracting the weighted noise of earlier steps."""
         drawn_P = noise_P.clone()
         for weight, other_P in zip(weights[1:], self.earlier, strict=False):
             drawn_P -= weight * other_P

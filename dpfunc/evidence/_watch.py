@@ -143,7 +143,7 @@ class WatchedStep(DPStep):
 
 
 def _as_before(tape: Tape, drawn: Tensor) -> AbstractContextManager[None]:
-    """Inside, each record draws its dropout as in the first run, where another place of it would be another mask.
+    """Context in which each record draws its dropout as in the first run, although its place in the batch differs.
 
     A place says nothing of records: masks by place have the same law. But two sums are compared for the same masks.
     """
@@ -198,7 +198,7 @@ class Running(NamedTuple):
 
 
 def described(value: object, place: str = "loop", above: tuple[int, ...] = ()) -> dict[str, object]:
-    """Place -> what can be compared, of all that a loop carries; values that are marked private are left out.
+    """Place -> comparable value, for all values that a loop carries; values marked as private are left out.
 
     What cannot be compared has a value that is equal to nothing, so that a run on the same data differs in it, and the
     result of the replay names it.

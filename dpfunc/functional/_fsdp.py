@@ -33,7 +33,7 @@ def fsdp_parts(module: nn.Module) -> dict[str, Any]:
 
 
 def settle(module: nn.Module) -> None:
-    """Release what `fully_shard` has still put together: parameters are parts again."""
+    """Release parameters that `fully_shard` still holds gathered: they are shards again."""
     for part in fsdp_parts(module).values():
         part.reshard()
 
@@ -112,7 +112,7 @@ def refuse_communication(module: nn.Module) -> None:
 
 @contextmanager
 def recovered(module: nn.Module) -> Iterator[None]:
-    """Inside, an error in a pass resets sharded parts for the next; who waits for another learns of it (`arrived`)."""
+    """Context in which an error resets sharded parts for the next pass; processes that wait see it (`arrived`)."""
     done = False
     for part in fsdp_parts(module).values() if over_gloo() else ():
         with suppress(ValueError):  # several meshes: a timeout ends the wait

@@ -75,7 +75,7 @@ class Several(nn.ModuleDict):
 
 
 def _joined(module: nn.Module | Mapping[str, nn.Module]) -> nn.Module:
-    """The module, or several under their names as one."""
+    """The module, or several modules joined under their names."""
     several = isinstance(module, Mapping) and all(isinstance(part, nn.Module) for part in module.values())
     if not several and type(module) is not nn.ModuleDict:  # a class made of it has a forward of its own
         return unwrapped(module)  # type: ignore[arg-type]  # or refused there
@@ -155,7 +155,7 @@ def _of_kind(kind: type) -> tuple[tuple[Callable[[Any], bool], str], ...]:
 
 @contextmanager
 def _checkpoint_is_an_error() -> Iterator[None]:
-    """Inside, `torch.utils.checkpoint` of a part of the module is an error and not a wrong gradient.
+    """Context in which `torch.utils.checkpoint` of a part of the module is an error, not a wrong gradient.
 
     It saves tensors through hooks, which torch lets us forbid. Hooks that are there already belong to somebody around
     us, who may checkpoint all of `forward(params, ...)`: that is right, and is let pass. The reentrant kind uses no
@@ -272,7 +272,7 @@ class Forward:
 
     @contextmanager
     def _swapped(self, params: Params, parts: list[nn.Module]) -> Iterator[None]:
-        """Inside, the tensors are in the module; as `functional_call`, but for the search for each place."""
+        """Context in which the tensors are in the module, as in `functional_call`, without a search for each place."""
         owners = self._owners if self._parts == parts else _owners(self.module, self.places)
         state, swapped = self._state(params, self.buffers), list[tuple[dict[str, Any], str, Any]]()
         found: dict[str, Any] = {}
@@ -323,7 +323,7 @@ def _owners(module: nn.Module, places: Mapping[str, Sequence[str]]) -> _Owners:
 
 @contextmanager
 def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, an error puts tensors back that a module has moved for the time of a call, as PEFT does."""
+    """Context in which an error puts back tensors that a module has moved during a call, as PEFT does."""
     before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
         (part, part._parameters.copy(), part._buffers.copy()) for part in parts
     ]
@@ -341,7 +341,7 @@ def _put_back(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, an engine's pass; at its end the attributes of the parts are those of before, where one has got a tensor.
+    """Context of an engine's pass: at its end, attributes of modules that now hold a tensor get their earlier values.
 
     What is kept would be the activations of rows, and tensors of a pass that has ended can be neither copied nor saved.
     Until then the loss may read them. Numbers and texts stay: the engines compare them from call to call.
@@ -496,7 +496,7 @@ def uncopied(module: nn.Module) -> str:
 
 
 def copied(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
-    """A deep copy of a module, with what the memo of `copy.deepcopy` holds in place of the original."""
+    """A deep copy of a module; `copy.deepcopy` gets the memo, whose objects replace originals."""
     if problem := uncopied(module):
         raise UnsupportedModel(problem)
     # computed from parameters, as nn.utils.weight_norm and prune do, and computed again in each forward pass

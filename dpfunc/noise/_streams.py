@@ -50,7 +50,7 @@ SOURCES: tuple[Source, ...] = ("secure", "device")
 
 
 class Part(NamedTuple):
-    """Some rows of a leaf, in the place of a tensor of which only they are held."""
+    """Rows of a parameter held by this process."""
 
     window: Window
     dtype: torch.dtype

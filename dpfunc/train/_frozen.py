@@ -1,4 +1,4 @@
-"""Outputs of frozen layers for each record, computed once before training instead of in every step.
+"""Outputs of frozen layers for each record, computed once before training, not in every step.
 
 May import: its folder, hf and below. Trusted: yes.
 """

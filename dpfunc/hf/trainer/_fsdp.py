@@ -105,7 +105,7 @@ def _launched(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def without_fsdp() -> Iterator[None]:
-    """Inside, Accelerate does not see that FSDP was asked for: it would wrap the model, or shard it once more."""
+    """Context that hides the FSDP settings from Accelerate, which would wrap the model or shard it again."""
     value = os.environ.pop(rules.SWITCH, None)
     try:
         yield
@@ -124,7 +124,7 @@ class Division(NamedTuple):
 def shard(
     model: nn.Module, args: Any, privacy: PrivacyArguments, optimizers: tuple[Any, Any]
 ) -> tuple[Division | None, Any]:
-    """Shard the model in place, if the script asks for it; and the arguments with which nobody does so once more.
+    """Shard the model in place, if the script asks for it; returns arguments that stop others from sharding it again.
 
     All processes get the values of the first one. What is released is what one process releases
     (tests/hf/trainer/test_fsdp.py::test_a_sharded_trainer_gives_what_one_process_gives).
@@ -220,7 +220,7 @@ def _refuse_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def settled(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs. Before and after, its parameters are parts, with what the optimizer has written."""
+    """Context in which the model can run. Before and after it, parameters are shards with the optimizer's values."""
     settle(model)
     try:
         yield

@@ -65,7 +65,7 @@ class Run:
     start: Start
 
     def at(self, step: int) -> StepState:
-        """The state before this step: the present one, or the one before where the optimizer has not stepped yet."""
+        """The state before this step: the present one, or the earlier one if the optimizer has not stepped yet."""
         if step not in (self.state.step, self.previous.step):
             raise CheckpointError(
                 f"Expected the Trainer at step {self.state.step}, where the private run is, got step {step}. Nothing "
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Replicas:
-    """An Accelerator that does not wrap models: DistributedDataParallel would average gradients before the clip."""
+    """An Accelerator that does not wrap models: DistributedDataParallel would average gradients before clipping."""
 
     accelerator: Any = field(repr=False)
 
@@ -97,7 +97,7 @@ class Replicas:
 
 
 class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
-    """Progress of a private run: its steps, and no times, which would tell how many records a step has drawn."""
+    """Progress bar of a private run. It shows no times, since they would reveal how many records a step has drawn."""
 
     def _begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.is_world_process_zero:
