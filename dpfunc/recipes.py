@@ -107,7 +107,7 @@ class Head(nn.Linear):
         super().__init__(features + 1, integer("num_classes", num_classes, minimum=1), bias=False)
 
     def reset_parameters(self) -> None:
-        """Zeros: no class is preferred, and no random direction has to be unlearnt."""
+        """Set the layer to zero: no class is preferred, and training need not undo a random direction."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x_Bk: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def recipe(
 def _head_inputs(
     strategy: Strategy, d: int, num_classes: int | None, num_head_parameters: int | None, feature_norm: float | None
 ) -> float | None:
-    """Inputs of the head, its bias included; None without a head."""
+    """Number of inputs of the head, with its bias; None without a head."""
     if strategy == "head":
         refuse(
             (num_classes is None,

@@ -38,7 +38,7 @@ def rehearse(
     reload: Callable[[Params], Mapping[str, Tensor]] | None = None,
     records_at_once: int = 64,
 ) -> tuple[str, ...]:
-    """Look for what would end a run in the midst of it: no step is taken, nothing is released or spent.
+    """Look for errors that would end a run halfway. No step is taken, nothing is released or spent.
 
     The loss of every record is computed, without a gradient, in batches of `records_at_once`; then one clipped sum of
     the first records, which is dropped; then `evaluate` and `reload` are called with made-up parameters, the given ones
@@ -123,7 +123,7 @@ def _finite(
 
 
 def _refusal(error: Exception, place: str) -> InvalidArgument:
-    """An error with the place of a record, in the words of this library, which show nothing of it, and in no others."""
+    """An error that names the position of a record. Only messages of this library are shown: they reveal nothing."""
     reason = f": {error}" if isinstance(error, DPFuncError) else "."
     return InvalidArgument(
         f"Expected a loss of each record, got {type(error).__name__} from {place}{reason} Compute the loss of this "
@@ -132,7 +132,7 @@ def _refusal(error: Exception, place: str) -> InvalidArgument:
 
 
 def _tried(what: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a call; an error of others says that nothing was spent."""
+    """Return the result of a call; an error from other code adds that nothing was spent."""
     try:
         return call()
     except FAILURES as error:

@@ -107,7 +107,7 @@ def release_mean(
 
 
 def _within(values: Tensor, limit: float) -> Tensor:
-    """Rows whose largest number is beyond the bound, shortened to where it is the bound: their direction is the same.
+    """Rows scaled down until their largest number is at most the bound; their direction stays.
 
     Clipping gives them that length or less anyway, and the norm of one as it is could be beyond float32.
     """

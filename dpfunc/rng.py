@@ -25,7 +25,7 @@ _marks = [os.urandom(8).hex()]
 
 
 def process_mark() -> str:
-    """A name for this process that no other one has, forked ones included; it is no secret."""
+    """A public name for this process; no other process has it, not even a forked one."""
     return f"{os.getpid()}.{_marks[-1]}"
 
 
@@ -34,7 +34,7 @@ if hasattr(os, "register_at_fork"):  # there are no forks on Windows
 
 
 class _Secret(bytes):
-    """Bytes that neither `repr` nor `str` shows, also where an object is printed field by field."""
+    """Bytes that `repr` and `str` never show, even if an object is printed field by field."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ class Key:
 
 
 def check_key(key: object) -> Key:
-    """The key, if it is one; else it is refused."""
+    """Return the key; anything that is no key is refused."""
     if not isinstance(key, Key):
         raise InvalidArgument(f"Expected key to be a dpfunc Key, got {type(key).__name__}. Use dpfunc.secure_key().")
     return key
@@ -118,7 +118,7 @@ def secure_key() -> Key:
 
 
 def insecure_key(seed: int) -> Key:
-    """A key that anybody can guess, for tests and demonstrations on public data.
+    """A guessable key, for tests and demonstrations on public data.
 
     All bits of the seed count: 1 and 1 + 2**32 give unrelated keys. A run that begins with it warns
     (`InsecureKeyWarning`).

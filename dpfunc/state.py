@@ -32,7 +32,7 @@ from dpfunc.types import Event, Params
 
 
 class StepState(NamedTuple):
-    """All that the next step needs, and the only state there is. Use it once.
+    """Everything that the next step needs; there is no other state. Use it once.
 
     Args:
         step: number of the next step, from 0.
@@ -150,7 +150,7 @@ def check_reserved(plan: Plan, key: Key, ledger: Ledger | None = None) -> None:
 
 
 def only_step(plan: Plan, first: StepState) -> StepState:
-    """The state of a run of one step, whose batch nobody drew."""
+    """The state of a run of one step, whose batch was not drawn by the sampler."""
     state = first._replace(limit=1, drawn=False)
     charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
     cost = charged.epsilon(plan.delta, plan.accountant).epsilon
@@ -237,7 +237,7 @@ def one_release(state: StepState) -> AbstractContextManager[Any]:
 
 
 def mark_released(after: StepState, release: str) -> None:
-    """Note that the step that leads to `after` was released; `release` is a digest of the values."""
+    """Record that the step that leads to `after` was released; `release` is a digest of the values."""
     run = fingerprint(after.key)
     _next_release[run] = after.step
     _digests.setdefault(run, {})[after.step - 1] = release
@@ -400,7 +400,7 @@ _REMEMBERED = 100  # batches that are still in memory
 
 
 class _Given(NamedTuple):
-    """A batch that a step was given: its memory, without keeping it, some of its numbers, and what was drawn for it."""
+    """Marks of a batch that a step got: its memory (not kept alive), some of its numbers, and its draw."""
 
     memory: list[StorageWeakRef]
     some: list[Tensor]  # the counters of writes in place miss those by numpy, and into `tensor.data`
@@ -416,7 +416,7 @@ class Calls:
         self._first: dict[str, tuple[StorageWeakRef, int, Tensor]] | None = None
 
     def note(self, params: Params, *, stateless: bool, without_gradient: bool) -> None:
-        """Note a call whose result was released."""
+        """Record a call whose result was released."""
         self._stateless = self._stateless or stateless
         self._without_gradient += without_gradient
         if self._first is None:
@@ -506,7 +506,7 @@ class Calls:
 
 
 def _of_optimizers(stay: Sequence[str], params: Params) -> str:
-    """Those of the parameters that no optimizer has; empty where none is seen, or it can be one of something else."""
+    """Parameters that no optimizer holds; empty if no optimizer is found, or it may belong to something else."""
     found = in_use(torch.optim.Optimizer)
     held = [tensor for each in found for group in each.param_groups for tensor in group["params"]]
     places = {local(tensor).untyped_storage()._cdata for tensor in held}

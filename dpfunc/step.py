@@ -125,7 +125,7 @@ class DPStep:
         return StepResult(self._divide(released, params, state.step, clip), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
-        """Find what can be wrong before anything is spent, on any process; not finite numbers: see `_record`."""
+        """Check everything before anything is spent, on all processes; numbers that are not finite: see `_record`."""
         if self.ranks is not None or initialized():  # others may have joined since the step was made
             check_ranks(self.ranks, self.clipped_grad.microbatch_size)
         if self.ranks is None:
@@ -148,7 +148,7 @@ class DPStep:
         return rows._replace(size=num_rows)
 
     def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
-        """The checks that this process makes by itself."""
+        """The checks that this process makes alone."""
         check_named(params)
         refuse_narrow_range(params)
         size = batch_size(batch)
@@ -216,7 +216,7 @@ class DPStep:
     def _record(
         self, released: dict[str, Tensor], state: StepState, after: StepState, params: Params, unreleased: Unreleased
     ) -> None:
-        """Note the step where it must not be lost, on disk above all, before anybody sees the gradients."""
+        """Record the step, first of all on disk, before the caller gets the gradients."""
         norms_BG = unreleased.norms_BG
         finite_B = torch.isfinite(norms_BG).all(1)
         none, half = ~(finite_B & norms_BG.any(1)).any(), 2 * finite_B.sum() <= len(norms_BG)

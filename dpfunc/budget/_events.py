@@ -69,7 +69,7 @@ class BudgetEntry:
 
 
 class Event(NamedTuple):
-    """A row, which nobody changes: what a run is charged from then on. `kind` is its state; ledgers are JSON."""
+    """An immutable row: the charge of a run from then on. `kind` is its state; ledgers are JSON."""
 
     number: int
     kind: str

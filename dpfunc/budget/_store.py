@@ -54,7 +54,7 @@ def read(url: str) -> Account:
 
 
 def change(url: str, decide: Callable[[Account], tuple[Event | None, Answer]]) -> Answer:
-    """Read a budget, decide, and add an event or none, while nobody else can; again, after a connection was cut."""
+    """Read a budget, decide, and add an event or none, under an exclusive lock; repeated after a lost connection."""
 
     def write(connection: Connection) -> Answer:
         account = _read(connection, lock=True)
@@ -92,7 +92,7 @@ def _read(connection: Connection, lock: bool = False) -> Account:
 
 
 def _in_transaction(url: str, action: Callable[[Connection], Answer], *, mode: str) -> Answer:
-    """Do it in one transaction, again after a connection was cut; `mode` as of SQLite: rwc, rw or ro."""
+    """Run an action in one transaction, again after a lost connection; `mode` as of SQLite: rwc, rw or ro."""
     address, attempt = _address(url, mode), 0
     while True:
         try:

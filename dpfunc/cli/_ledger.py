@@ -233,7 +233,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
 
     PATH is as for `dpfunc ledger show`. Of a record each field is computed again, or is one that dpfunc writes; of a
     folder, the journal is compared as well. Date, unit, budget, bound of the gradients, passes over the data and
-    versions are the word of who wrote it. The exit code is 0 if all agrees, else 1.
+    versions are statements of its author. The exit code is 0 if all agrees, else 1.
 
     Example: dpfunc ledger check runs/mails
     """

@@ -67,7 +67,7 @@ def print_line(line: str, values: object, as_json: bool) -> None:
 
 
 def print_values(title: str, values: Mapping[str, Any], as_json: bool = False) -> None:
-    """Print a few values beside their names; None is an infinite epsilon, see `describe`."""
+    """Print values beside their names; None is an infinite epsilon, see `describe`."""
     if as_json:
         print_json(values)
         return

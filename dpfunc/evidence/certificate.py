@@ -168,8 +168,8 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
 
     Returns:
         What was compared. All that a certificate shows is computed again from its steps and compared, or is one of the
-        few facts that are the word of who wrote it, in their domains. It holds if all agree; assumptions that are not
-        met are no error of it.
+        few facts that its author states, which are checked to be in their domains. It holds if all agree;
+        assumptions that are not met are no error of it.
 
     Raises:
         InvalidArgument: a file that is no certificate.

@@ -441,7 +441,7 @@ def functionalize(
 
 
 def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None) -> Functional:
-    """As `functionalize`, of a module without wrappers that nobody copies at the end."""
+    """As `functionalize`, for a module without wrappers that is not copied at the end."""
     refuse_unsupported(module)
     chosen = select(module, trainable)
     fsdp.refuse_managed(module, chosen)

@@ -56,7 +56,7 @@ def _round(a: Tensor, b: Tensor, c: Tensor, d: Tensor, room: Tensor) -> None:
 
 
 def normals(secrets: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """For each key of 32 bytes so many standard normals, float64: a function of the key and the place alone.
+    """Standard normals (float64) for each key of 32 bytes: a function of the key and the position alone.
 
     Guarantees:
         tests/noise/test_chacha.py: the law (test_is_standard_normal), nothing shared (test_nothing_is_shared), a prefix

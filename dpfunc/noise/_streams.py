@@ -67,7 +67,7 @@ Room = tuple["Scratch", Words]
 
 
 def room_for(size: int) -> Room:
-    """Memory for one tile of up to this size, or for smaller ones together, and a stream."""
+    """Memory for one tile of up to this size or for several smaller ones, and a stream."""
     return scratch(words_for(size) + len(_BETWEEN)), Words()
 
 
@@ -168,7 +168,7 @@ def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[st
 
 
 def _groups(found: Iterable[tuple[str, Tile]], most: int) -> Iterator[list[tuple[str, Tile]]]:
-    """Tiles that are made together: so many that their numbers and words between them have room, at least one."""
+    """Groups of tiles that are drawn together: as many as the memory holds, at least one."""
     group: list[tuple[str, Tile]] = []
     total = 0
     for name, each in found:
@@ -191,7 +191,7 @@ def _held(leaf: Tensor | Part) -> Tensor | Part:
 
 
 def _cores() -> int:
-    """Threads of this process: of an equal share of the cores, if others of the run are on this machine."""
+    """Number of threads of this process: its share of the cores, if other processes of the run use this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("LOCAL_WORLD_SIZE", "")  # of torchrun; otherwise all processes of the run could be here
     here = int(given) if given.isdecimal() else 0
@@ -307,12 +307,12 @@ LAYER_BITS, LAYER_AND_SIGN_BITS, PLACE_BITS = np.uint64(2**8 - 1), 2**9 - 1, 2**
 
 
 def words_for(size: int) -> int:
-    """Enough words for `size` numbers, all but once in a million times: a number takes 1.022 words."""
+    """Number of words for `size` numbers; it suffices all but once in a million: a number takes 1.022 words."""
     return size + size // 40 + 64
 
 
 class Scratch(NamedTuple):
-    """Memory for the steps in between, used again for each tile: fresh memory costs more than the computing in it."""
+    """Memory for intermediate results, reused for each tile: to allocate it costs more than to compute."""
 
     words: _Words
     bits: npt.NDArray[np.int64]

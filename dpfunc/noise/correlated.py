@@ -97,7 +97,7 @@ class Correlated:
         _check_values(self.strategy, run)
 
     def events(self, run: Run, start: int, stop: int) -> tuple[Event, ...]:
-        """Those of the whole run if step 0 is among the steps, else none."""
+        """The events of the whole run if step 0 is among the steps, else none."""
         if start > 0 or stop == start:
             return ()
         return _whole(self.strategy, run)
@@ -201,7 +201,7 @@ def _empty(params: Params, buffers: int) -> dict[str, Any]:
 
 
 def _check_layout(buffers: list[dict[str, Tensor]], name: str, noise: Tensor) -> None:
-    """Refuse a sum that a run began without, or in another shape: a buffer that is spread over it is other noise."""
+    """Refuse a sum that is new in the run or has another shape: a buffer that is broadcast would be other noise."""
     shapes = [tuple(local(each[name]).shape) if name in each else None for each in buffers]
     if any(shape != tuple(noise.shape) for shape in shapes):
         raise InvalidArgument(

@@ -122,7 +122,7 @@ def add_gaussian(
 
 
 def _finite_digest(clipped: ClippedSum) -> int:
-    """A digest of sums, which are refused where they are not finite: noise does not hide that."""
+    """A digest of sums. Sums that are not finite are refused, since noise does not hide them."""
     own, spoiled, _ = digest_and_mark(clipped.sums, None, torch.zeros((), dtype=torch.bool, device="cpu"))
     if spoiled:
         refuse_sums(spoiled)
@@ -192,7 +192,7 @@ Draw: TypeAlias = Callable[[Leaves, Any, Turn], tuple[dict[str, Tensor], Any]]
 
 
 def _fresh(source: Source) -> Draw:
-    """Noise of the key of the step alone."""
+    """Noise from the key of the step alone."""
     return lambda like, state, turn: (standard_normal(turn.key, like, source), state)
 
 
@@ -241,10 +241,10 @@ class Gaussian:
     """
 
     def check(self, run: Run) -> None:
-        """Refuse nothing: each sampler says what steps with Gaussian noise cost."""
+        """Accept every run: each sampler states the cost of steps with Gaussian noise."""
 
     def events(self, run: Run, start: int, stop: int) -> tuple[Event, ...]:
-        """Those of the sampler, for each piece of the schedule."""
+        """The events of the sampler, for each piece of the schedule."""
         noise, spans = run.noise_multiplier, stretches(start, stop, run.noise_multiplier)
         return tuple(event for a, b in spans for event in run.sampler.events(a, b, schedule_at(noise, a)))
 

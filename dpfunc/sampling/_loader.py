@@ -146,7 +146,7 @@ def data_loader(
     persistent_workers: bool = False, prefetch_factor: int | None = None, multiprocessing_context: Any = None,
     timeout: float = 0, worker_init_fn: Callable[[int], None] | None = None,
 ) -> DataLoader[Any]:  # fmt: skip
-    """The draws as batches; workers change neither their order nor their random numbers."""
+    """The draws as batches; their order and random numbers do not depend on workers."""
     # Without one each iteration would draw from torch's global generator; workers seed Python's and numpy's from it.
     seed = int.from_bytes(fold_in(draws.key, "workers").secret[:8]) >> 1
     default = torch.get_default_device()  # torch draws the seed there, and wants a generator of that device

@@ -72,7 +72,7 @@ def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], ke
 
 
 def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
-    """Check that a record that was read with others is the same when it is read alone, but for its filling."""
+    """Check that a record reads the same alone and together with others, apart from padding."""
     with cpu_seeds(key):
         before = cpu_generators()
         (alone,) = dataset.__getitems__([index])
@@ -127,7 +127,7 @@ def _other_leaf(
 
 
 def _shorter_row(one: Tensor, shorter: Tensor) -> bool:
-    """True for a row that is another one, filled up at its end or at its begin."""
+    """True if a row equals the other one padded at its start or its end."""
     sizes = list(zip(one.shape, shorter.shape, strict=False))
     if one.ndim != shorter.ndim or any(long < short for long, short in sizes):
         return False

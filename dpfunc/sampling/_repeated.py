@@ -81,7 +81,7 @@ def _parts(parts: Sequence[Any], sizes: Sequence[int], chosen: _Places) -> Itera
 
 
 def warn_of_equal(records: Sequence[Any], number: int) -> None:
-    """Warn if so many of some records, drawn from this number, are equal that one in two has a copy.
+    """Warn if so many of some records are equal that, by estimate, half of all records have a copy.
 
     Few different records, such as the cells of a small table, say nothing. A copy that is read otherwise (random
     augmentation) is not seen.

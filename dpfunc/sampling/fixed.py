@@ -32,7 +32,7 @@ def _participation(num_steps: int, epoch: int, separation: int) -> tuple[int, in
 @dataclass(frozen=True)
 class _FixedBatches:
     adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")
-    """Without add/remove: one record more changes the batches of others."""
+    """All but add/remove: one more record changes the batches of the others."""
 
     dataset_size: int
     batch_size: int
@@ -212,7 +212,7 @@ class RandomAllocation:
     """
 
     adjacencies: ClassVar[tuple[Adjacency, ...]] = ("add_remove", "zero_out")
-    """Those in which a record is there or not; nothing better than `Shuffled` is known of one replaced."""
+    """Neighbours with a record added, removed or zeroed; for a replaced one no bound below `Shuffled` is known."""
 
     dataset_size: int
     num_batches: int

@@ -24,7 +24,7 @@ _SLOWEST = 1e-300  # so that no gap overflows float64; whatever is slower has no
 
 
 def generator_of(key: Key, purpose: str, number: int) -> np.random.Generator:
-    """The random numbers of one draw of a sampler, from the root key of the run."""
+    """The stream of random numbers for one draw of a sampler, from the root key of the run."""
     return stream(fold_in(check_key(key), purpose, number))
 
 
@@ -168,7 +168,7 @@ class CyclicPoisson:
 
 @dataclass(frozen=True)
 class CappedPoisson:
-    """A Poisson sample of which at most `cap` records are kept: a random subset if there are more, whatever they say.
+    """A Poisson sample of at most `cap` records: a larger one is cut to a random subset, whatever the records hold.
 
     For batches that must fit a fixed memory. A batch depends on how many were drawn: n must be public, and a cap near
     `q n` costs much. With `cap >= q n + 7 sqrt(q n)` the cost is that of `Poisson`.
@@ -185,7 +185,7 @@ class CappedPoisson:
     """
 
     adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")
-    """Without add/remove: the number of records decides who is cut."""
+    """All but add/remove: the number of records decides which ones are cut."""
 
     dataset_size: int
     sampling_prob: float

@@ -157,7 +157,7 @@ def _folder(job: Job, file: str) -> Path:
 
 
 def _split(job: Job, table: Table) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """The rows to train on and the others; of images by their content, whatever their names are."""
+    """Training rows and held-out rows; images are divided by their content, not by their names."""
     by = "digest" if job.task == "image_classification" else job.data.unit_column
     return split(table.rows, job.data.eval_fraction, job.training.seed, by)
 
@@ -227,7 +227,7 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
 
 
 def columns_of(job: Job) -> tuple[str, ...]:
-    """The columns that the job reads, besides that of its unit."""
+    """The columns that the job reads, except the column of its unit."""
     data = job.data
     match job.task:
         case "vqa":

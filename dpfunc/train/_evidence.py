@@ -42,7 +42,7 @@ _DATA = "records of a replay"  # the data set has no name and no digest: it is a
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
-    """The watch over a Trainer: its plan, its run, the step that ends it, and where its steps are noted."""
+    """Observation of a Trainer: its plan, its run, the last step, and the record of its steps."""
 
     plan: Callable[[Plan], Plan]
     begin: Callable[[runs.Run], runs.Run]
@@ -66,7 +66,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # has no types
 
 
 class _Watched(DPTrainer):
-    """The Trainer of a job under watch, which saves nothing."""
+    """The observed Trainer of a job; it saves nothing."""
 
     def __init__(self, watch: _Watch, data: Rows, /, *, args: Any, **options: Any) -> None:
         self._watch = watch

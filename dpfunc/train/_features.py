@@ -144,7 +144,7 @@ class EncoderFeatures:
 
     @property
     def size(self) -> int:
-        """Number of features, those of a blank image."""
+        """Number of features, measured on a blank image."""
         from PIL import Image
 
         return len(self.encode(Image.new("RGB", (64, 64))))
@@ -251,7 +251,7 @@ class FeatureClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """As the layers begin by themselves."""
+        """The default initial values of the layers."""
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
         """Logits (B, classes) of features (B, k); with labels (B,) their mean cross-entropy too."""

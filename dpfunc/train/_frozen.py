@@ -20,7 +20,7 @@ _BYTES = {"features": 4, "hidden": 2}  # of a number
 
 
 def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool) -> tuple[Records, list[str]]:
-    """Records with the outputs of the frozen part in the place of their tokens, where that part is known; and a line.
+    """Records with outputs of the frozen part instead of tokens, if that part is known; and a line for the report.
 
     Each is computed alone and without dropout: what is kept is a function of this record, and costs no privacy
     (tests/train/test_frozen.py: test_a_record_is_computed_alone, test_logits_are_those_of_the_whole_model,
@@ -52,7 +52,7 @@ def kept_bytes(job: Job, model: nn.Module, size: int, records: Records) -> int:
 
 
 def frozen_bytes(job: Job, model: nn.Module, records: Records) -> int:
-    """Bytes that are needed to keep what the frozen layers give; 0 where they are not known."""
+    """Bytes for the outputs of the frozen layers; 0 if unknown."""
     base, kind = _base(model), _kind(job)
     if not isinstance(base, MeanPooledClassifier) or (
         kind == "hidden" and not _is_divided(base, job.lora.top_layers, model)

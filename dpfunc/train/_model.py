@@ -122,7 +122,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
 
 
 def _check_length(job: Job, positions: object, processing: Any) -> None:
-    """Check that the model has a position for each token: a long record would end the run in the midst of it."""
+    """Check that the model has a position for each token: a longer record would end the run halfway."""
     if not isinstance(positions, int) or positions < 1:
         return
     most = min(positions, getattr(processing, "model_max_length", positions))
@@ -158,7 +158,7 @@ def _changes(job: Job, processing: Any) -> dict[str, Any]:
 
 
 def key_of(job: Job, purpose: str) -> Any:
-    """A public key for what is drawn and is not noise."""
+    """A public key for random numbers that are no noise."""
     return fold_in(insecure_key(job.training.seed), purpose)
 
 

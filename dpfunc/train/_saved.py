@@ -137,7 +137,7 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
 
 
 def _made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:
-    """A row in which no two columns hold the same, and its image."""
+    """A row whose columns all differ, and its image."""
     data, words = job.data, ["made", "up", "again"][: 2 + number]
     row = {column: " ".join([*words, column]) for column in columns_of(job)}
     if job.task in ("image_classification", "vqa"):

@@ -273,7 +273,7 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warning, log, progress bar or other output inside: how many there are would tell the number of runs."""
+    """Context without warnings, logs or progress bars: their number would reveal the number of runs."""
     with (
         contextlib.ExitStack() as held, warnings.catch_warnings(action="ignore"),
         open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere),
@@ -482,7 +482,7 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
 
 
 def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:
-    """Delete the other runs and the key; last what a search that is killed here is resumed from."""
+    """Delete the other runs and the key; the file from which a killed search resumes is deleted last."""
     for path in secret.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -494,7 +494,7 @@ def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:
 
 
 def _about(search: Search) -> dict[str, Any]:
-    """Facts that an interrupted search must have in common with the one that goes on, as JSON values."""
+    """Facts that must be equal in an interrupted search and the one that continues it, as JSON values."""
     runs, _ = search.counted
     return {
         "candidates": [job_to_dict(candidate.prepared.job) for candidate in search.candidates],

@@ -161,7 +161,7 @@ def refuse_padding(
         return
 
     def gradient(batch: Batch) -> Params:
-        """Of a batch of one row, whose random numbers are the same each time."""
+        """The gradient of a batch of one row, with the same random numbers at each call."""
         with cpu_seeds(insecure_key(0)):
             per_sample = loop()(loss_fn, params, dict(prepare(batch)))
         return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})

@@ -58,7 +58,7 @@ class BandMF(Toeplitz):
 
     @property
     def bands(self) -> int | None:
-        """As many as there are values."""
+        """The number of values."""
         return len(self.weights)
 
     def coefficients(self, num_steps: int) -> Array:

@@ -51,7 +51,7 @@ class Strategy(Protocol):
         """
 
     def recursion(self, num_steps: int) -> Recursion | None:
-        """C^-1 z by few buffers; None where there is no such recursion."""
+        """C^-1 z by a few buffers; None where there is no such recursion."""
 
 
 class Toeplitz(ABC):
@@ -72,7 +72,7 @@ class Toeplitz(ABC):
 
     @abstractmethod
     def recursion(self, num_steps: int) -> Recursion | None:
-        """C^-1 z by few buffers; None where there is no such recursion."""
+        """C^-1 z by a few buffers; None where there is no such recursion."""
 
     def row(self, num_steps: int, step: int) -> Array:
         """Row `step` of C^-1, see `Strategy`."""
@@ -155,7 +155,7 @@ def inverted(column: Array) -> Array:
 
 
 def frozen(values: Array) -> Array:
-    """The same array, which nobody can write: it is kept in a cache."""
+    """The same array, made read-only, since a cache keeps it."""
     values.setflags(write=False)
     return values
 
