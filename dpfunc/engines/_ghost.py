@@ -5,15 +5,15 @@ May import: its folder, batches, rng and below. Trusted: yes.
 Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from dpfunc.engines import _numerics as numerics
 from dpfunc.engines._levels import Passed
-from dpfunc.engines._numerics import TOLERATED
 from dpfunc.engines._per_sample import Kept, Late, PerSample, PerSampleGrad, formed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
@@ -34,9 +34,15 @@ _NO_LOSSES = torch.empty(0, device="cpu")  # of the gradients of one parameter, 
 
 @dataclass
 class Measured(Kept):
-    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured."""
+    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured.
+
+    As in `PerSample`, one mark is all that the host reads. Where it is set, another pass measures with care: each
+    gradient has a mark of its own, and is mended while it is there.
+    """
 
     together: Set[str] = frozenset()
+    careful: bool = False
+    found: dict[str, numerics.Measured] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     marked: set[str] = field(default_factory=set)
@@ -53,6 +59,9 @@ class Measured(Kept):
             super().take(name, grad)
 
     def _measure(self, name: str, grad: PerSampleGrad) -> None:
+        if not self.careful:
+            self.found[name] = grad.measure()
+            return
         only = PerSample(_NO_LOSSES, {name: grad})
         self.sq_norms |= only.sq_norms()
         self.marked |= {name} if only.is_marked else set()
@@ -60,12 +69,22 @@ class Measured(Kept):
     def rest(self, passed: Passed) -> frozenset[str]:
         """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
         self.take_formed(passed.rest)
-        missed = frozenset(name for name in self.pieces if name in self.sq_norms)
+        known = self.sq_norms if self.careful else self.found
+        missed = frozenset(name for name in self.pieces if name in known)
         for name, param in passed.params.items() if not missed else ():
-            if name not in self.sq_norms:
+            if name not in known:
                 self.unused += [] if name in self.pieces else [name]
                 self._measure(name, self.joined(name, param, len(passed.losses_B)))
         return missed
+
+    def finish(self) -> bool:
+        """Squared norms of all parameters; read the mark: true if a number needs care."""
+        if self.careful:
+            return bool(self.marked)
+        squares, enough = numerics.finished(list(self.found.values()))
+        self.sq_norms = dict(zip(self.found, squares.reshape(len(self.found), -1).unbind(0), strict=True))
+        self.found = {}  # what the second pass needs are the squares
+        return not bool(enough.all())
 
 
 @dataclass
@@ -76,6 +95,7 @@ class Weighted(Kept):
     factors: Mapping[str, Tensor] = field(kw_only=True)
     reduced: Callable[[str, Tensor], Tensor] = field(kw_only=True)
     sums: dict[str, Tensor] = field(default_factory=dict)
+    found: dict[str, numerics.Measured] = field(default_factory=dict)
 
     def take(self, name: str, grad: PerSampleGrad | Late) -> None:
         """Sum a gradient, or keep it for the others of the same parameter."""
@@ -92,14 +112,26 @@ class Weighted(Kept):
                 raise differs([name])
             if name not in self.sums:
                 self._sum(name, self.joined(name, param, len(passed.losses_B)))
+        if self.found:
+            squares, _ = numerics.finished(list(self.found.values()))
+            self._compare(squares, [self.measured.sq_norms[name] for name in self.found], self.found)
 
     def _sum(self, name: str, grad: PerSampleGrad) -> None:
-        known_B = self.measured.sq_norms[name]
+        if not self.measured.careful:
+            self.found[name] = grad.measure()
+            self.sums[name] = self.reduced(name, grad.weighted_sum(self.factors[name]))
+            return
         late = name not in self.measured.marked  # as in the first pass
         again = PerSample(_NO_LOSSES, {name: grad}, late=late)
-        if not torch.allclose(again.sq_norms()[name], known_B, rtol=TOLERATED, atol=0.0, equal_nan=True):
-            raise differs([name])
+        self._compare(again.sq_norms()[name], [self.measured.sq_norms[name]], [name])
         self.sums[name] = self.reduced(name, again.weighted_sum(self.factors)[name])
+
+    def _compare(self, squares: Tensor, known: Sequence[Tensor], names: Collection[str]) -> None:
+        """Refuse gradients that are not those that were measured."""
+        alike = torch.isclose(squares, torch.cat(list(known)), rtol=numerics.TOLERATED, atol=0.0, equal_nan=True)
+        if not bool(alike.all()):
+            each = zip(names, alike.reshape(len(names), -1), strict=True)
+            raise differs([name for name, own_B in each if not bool(own_B.all())])
 
 
 def differs(names: Iterable[str]) -> UnsupportedModel:

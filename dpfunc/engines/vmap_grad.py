@@ -165,6 +165,7 @@ class VmapGrad:
     told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _marked: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:
         """Prepare the loss for rows of this shape, or return what was prepared before."""
@@ -281,13 +282,19 @@ class VmapGrad:
             with exact(passed.losses_B.device), torch.no_grad():
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
             return PerSample(passed.losses_B, grads, aux=passed.aux)
-        measured = Measured(together=calls.prepared.together)
+        # where the last batch had numbers that need care, no pass is tried without it: the results are the same
+        measured = Measured(together=calls.prepared.together, careful=self._marked.get(rows.loss_fn, False))
         passed = calls.passed(rows, measured)
         if passed.disagreed is not None:
             return passed.disagreed
         with exact(passed.losses_B.device), torch.no_grad():
             if measured.rest(passed):
                 raise NoRules("a parameter has uses without a rule that made-up rows do not have")
+            marked = measured.finish()
+        self._marked[rows.loss_fn] = on_any_process(marked)
+        if self._marked[rows.loss_fn] and not measured.careful:
+            calls.begin()
+            return self._pass(rows, calls)
         again = partial(self._weigh, rows, measured, calls, precision_now(passed.losses_B.device))
         return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
 
