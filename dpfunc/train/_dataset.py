@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
-from dpfunc.hf.vision_language._images import check_readable, image_text_collator
+from dpfunc.hf.vision_language._images import check_readable, image_text_collator, messages_with_images
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train._features import TableFeatures
@@ -178,9 +179,13 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
         lists = [data.image_column]
     columns = tuple(dict.fromkeys((*columns_of(job), *([] if unit is None else [unit]))))
     optional = [*(data.numbers or ()), *(data.categories or ())]
-    if job.task in ("causal_lm", "seq2seq"):  # a part of a prompt may be empty, what is learnt may not
+    values = [*(data.chat or ()), *([data.tools_column] if data.tools_column else [])]
+    if data.chat:  # the last has the answer; a chat may have no image and no tools, a question no second part
+        values += [data.image_column] if job.task == "vqa" else []
+        optional = [*data.chat[1:-1], *values[len(data.chat) :]]
+    elif job.task in ("causal_lm", "seq2seq"):  # a part of a prompt may be empty, what is learnt may not
         optional = [column for column in columns_of(job) if column != (data.response_column or data.text_column)]
-    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, optional=optional)
+    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, values=values, optional=optional)
 
 
 def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> Table:
@@ -189,7 +194,7 @@ def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: 
     path = Path(file)
     for number, row in zip(table.numbers, table.rows, strict=True):
         where = row["place"] if job.task == "image_classification" else f"row {number} of {path.name}"
-        _check_row(job, row, where, _folder(job, file))
+        _check_row(job, processing, row, where, _folder(job, file))
     if isinstance(processing, TableFeatures):
         processing.check_table(table, path.name)
     return table
@@ -230,6 +235,9 @@ def columns_of(job: Job) -> tuple[str, ...]:
     """The columns that the job reads, except the column of its unit."""
     data = job.data
     match job.task:
+        case "causal_lm" | "vqa" if data.chat is not None:
+            others = data.image_column if job.task == "vqa" else data.tools_column
+            return (*data.chat, *([others] if others else []))
         case "vqa":
             return data.image_column, data.question_column, data.answer_column
         case "causal_lm" | "seq2seq" if data.prompt_column is not None and data.response_column is not None:
@@ -243,9 +251,14 @@ def columns_of(job: Job) -> tuple[str, ...]:
     return tuple(filter(None, (data.text_column, data.text_pair_column, data.label_column)))
 
 
-def _check_row(job: Job, row: Row, where: str, folder: Path) -> None:
+def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
+    if data.chat:
+        try:
+            _said(job, processing, row, folder)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"The chat in {where} cannot be used. {error}") from None
     match job.task:
         case "text_classification" | "table_classification":
             _check_known([row[data.label_column]], data, where)
@@ -305,6 +318,8 @@ def _read_once(image: Path, changed: int, size: int) -> None:
 def record_of(job: Job, processing: Any, row: Row, folder: Path, *, views: int = 1) -> Mapping[str, Any]:
     """Make the record of a row: token ids and labels, or what the collator of images takes, or features of views."""
     data = job.data
+    if data.chat:
+        return _said(job, processing, row, folder)
     match job.task:
         case "causal_lm":
             return language_record(processing, *_parts(row, data), data)
@@ -347,8 +362,47 @@ def _texts(value: str, whole: bool = False) -> list[str]:
 
 
 def _images(data: DataSection, row: Row) -> list[str]:
-    """The paths of the images of a row."""
+    """The paths of the images of a row; of a chat those in its turns, or else in their column."""
+    if data.chat:
+        found = chats.images(chats.messages(_values(row, data.chat), data.chat))
+        return found or _texts(row[data.image_column] or "[]", whole=True)
     return [row[data.image_column]] if data.max_images == 1 else _texts(row[data.image_column], whole=True)
+
+
+def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
+    """The values of JSON in columns; a text in a column of turns is JSON itself, as a .csv has it."""
+    found = {column: json.loads(row[column]) if row[column] else None for column in columns}
+    first = found[columns[0]]
+    if len(columns) == 1 and isinstance(first, str):
+        try:
+            return {columns[0]: json.loads(first)}
+        except ValueError:
+            return found
+    return found
+
+
+def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
+    """Token ids and labels of a chat; or the chat with the paths of its images, which has a mask."""
+    data, tools = job.data, None
+    turns = chats.messages(_values(row, data.chat or ()), data.chat)
+    if job.task == "vqa":
+        sample = {"messages": turns, "images": [str(folder / image) for image in _images(data, row)]}
+        messages_with_images(processing, sample)
+        return sample
+    if data.tools_column is not None:
+        tools = _values(row, [data.tools_column])[data.tools_column]
+    learn = "assistant" if data.loss_on == "response" else "all"
+    return chats.tokens(processing, turns, max_length=data.max_length, learn=learn, tools=tools)
+
+
+def chat_lines(job: Job, processing: Any) -> list[str]:
+    """A made-up chat as the template writes it, with what is learnt."""
+    if not job.data.chat:
+        return []
+    inside = job.task == "vqa"
+    tokenizer, template = (processing.tokenizer, processing.chat_template) if inside else (processing, None)
+    said = chats.shown(tokenizer, template=template, parts=inside)
+    return [f"chat: what is learnt of a made-up one stands in [[ ]]: {said}"] * (job.data.loss_on == "response")
 
 
 def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from dpfunc.engines.microbatches import saved_bytes
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.train._dataset import collator, seen_lines
+from dpfunc.train._dataset import chat_lines, collator, seen_lines
 from dpfunc.train._frozen import kept_bytes
 from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job
@@ -38,6 +38,7 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     return [  # of the private table no number but that which the plan publishes
         f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
         *seen_lines(records),
+        *chat_lines(job, prepared.processing),
         *[f"people: {n}, each of them protected, with at most {most} records each. Batches count people"]
         * (records.persons is not None),
         *view_lines(job.privacy.dp_views),

@@ -5,7 +5,7 @@ May import: its folder, hf and below. Trusted: no.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
+from dpfunc.hf.chats import MADE_UP
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train._dataset import collator, columns_of, record_of
 from dpfunc.train._features import Front, load_features, save_features
@@ -136,6 +137,19 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
         return cast(dict[str, Tensor], collator(job, processing)(made))
 
 
+def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[str, str]) -> dict[str, str]:
+    """The columns of a chat: a question and its answer; of turns the question has the image of the row."""
+    said: dict[str, Any] = {column: row[column] for column in columns}
+    image = [{"type": "image"}] if job.task == "vqa" and len(columns) == 1 else []
+    if len(columns) == 1:
+        asked, answered = MADE_UP[2 * number : 2 * number + 2]
+        said[columns[0]] = [{**asked, "content": [*image, {"type": "text", "text": asked["content"]}]}, answered]
+    if job.task == "vqa":
+        said[job.data.image_column] = [row["image"]] if image else []
+    given = {column: json.dumps(value) for column, value in said.items()}
+    return given if job.data.tools_column is None else {**given, job.data.tools_column: ""}
+
+
 def _made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:
     """A row whose columns all differ, and its image."""
     data, words = job.data, ["made", "up", "again"][: 2 + number]
@@ -151,6 +165,8 @@ def _made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:
         row[column] = str(low + (high - low) * (place + number / 2) / (len(numbers) + 2))
     row |= {column: values[number % len(values)] for column, values in (data.categories or {}).items()}
     row[data.label_column] = data.classes[number] if data.classes else "0.5"
+    if data.chat:
+        row |= _made_up_chat(job, data.chat, number, row)
     if job.task == "token_classification":
         row |= {data.text_column: json.dumps(words), data.label_column: json.dumps([data.classes[0]] * len(words))}
     return row

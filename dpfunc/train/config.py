@@ -49,6 +49,8 @@ _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone 
     ("data", "max_images"): ("vqa",),
     ("data", "image_size"): ("vqa", "image_classification"),
     ("data", "grey"): ("image_classification",),
+    ("data", "chat"): ("causal_lm", "vqa"),
+    ("data", "tools_column"): ("causal_lm",),
     **{("data", key): ("causal_lm", "seq2seq") for key in ("prompt_column", "prompt_template")},
     **{("data", key): ("table_classification",) for key in ("numbers", "categories", "missing")},
 }
@@ -65,6 +67,7 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 _APART = {
     ("eval", "eval_fraction"): "", ("budget", "spent"): ": the budget knows what was spent",
     ("prompt_column", "prompt_template"): "",
+    **{("chat", key): ": a chat has its prompts in it" for key in ("prompt_column", "prompt_template")},
 }  # fmt: skip
 _TOGETHER = {
     ("budget", "budget_run"): " The run has a name in it.",
@@ -118,6 +121,8 @@ class DataSection:
     response_column: str | None = _key("Column with the response; the loss is on it.", None)
     prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
     loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
+    chat: Texts | None = _key("Or: columns of a chat, [messages], or of a question and its answer.", None)
+    tools_column: str | None = _key("With chat: column with definitions of tools, a list, or none.", None)
     image_column: str = _key("Column with a path, or a list of paths, from the table's folder (vqa).", "image")
     max_images: _Count = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
     image_size: tuple[int, ...] | None = _key("Height and width that images are fitted into; public.", None)
@@ -138,6 +143,12 @@ class DataSection:
                f"Expected data.{pair[0]} and data.{pair[1]} together, got one of them.{why}")
               for pair, why in _TOGETHER.items()),
             (self.budget_spender and not self.budget, "Expected data.budget together with data.budget_spender."),
+            (self.tools_column and not self.chat, "Expected data.chat together with data.tools_column."),
+            (len(self.chat or ()) > 3 or len({*(self.chat or ())}) < len(self.chat or ()),
+             fail("one column of turns, or two or three of texts, the last with the answer", "data.chat", self.chat)),
+            *((self.chat and getattr(self, name) != default,
+               f"Expected no data.{name} with data.chat, which names all columns of the texts.") for name, default in
+              (("text_column", "text"), ("question_column", "question"), ("answer_column", "answer"))),
             (len(set(labels)) != len(labels), fail("different labels", "data.labels", labels)),
             (len(labels) == 1, fail("at least two labels", "data.labels", labels)),
             (size is not None and (len(size) != 2 or min(size) < 1),
@@ -316,6 +327,8 @@ def _rules_of_task(job: Job) -> _Rules:
          "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
         (task == "seq2seq" and data.loss_on == "all",
          fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
+        (task == "vqa" and data.chat and data.loss_on == "all",
+         fail("a loss on the assistant alone with task='vqa'", "data.loss_on", "all")),
         (job.model.path is None and task not in FEATURES,
          "Expected model.path in the job. Name the folder of a model."),
         (task in CLASSIFIES and data.labels is None,

@@ -22,6 +22,7 @@ from dpfunc.accounting.record import Record
 from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf import chats
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_processing, one_line
@@ -39,6 +40,7 @@ class Writer:
     epsilon: float | None
     delta: float | None
     max_length: int
+    chats: bool = False  # a prompt is a turn of the user
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
         model, _ = load_trained(job, root / MODEL, processing)
     epsilon, delta = (None, None) if spent is None else (spent.epsilon, spent.delta)
-    return Writer(model, processing, epsilon, delta, job.data.max_length)
+    return Writer(model, processing, epsilon, delta, job.data.max_length, job.data.chat is not None)
 
 
 def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:
@@ -149,7 +151,11 @@ def _drawn(writer: Writer, prompts: Sequence[str], how: Sampling, start: int) ->
     if not prompts:
         return []
     tokenizer, model = writer.tokenizer, writer.model
-    rows = [prompt_ids(tokenizer, prompt, max(1, writer.max_length // 2)) for prompt in prompts]
+    limit = max(1, writer.max_length // 2)
+    rows = [
+        chats.asked(tokenizer, prompt)[-limit:] if writer.chats else prompt_ids(tokenizer, prompt, limit)
+        for prompt in prompts
+    ]
     length, device = max(map(len, rows)), next(model.parameters()).device
     padded = [[tokenizer.pad_token_id] * (length - len(row)) + row for row in rows]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]

@@ -38,7 +38,7 @@ from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling import mean_over_views
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._dataset import Records, collator, read_records, seen_lines
+from dpfunc.train._dataset import Records, chat_lines, collator, read_records, seen_lines
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
@@ -138,7 +138,8 @@ def run_job(
         )
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
         views = view_lines(prepared.job.privacy.dp_views)
-        lines = [*seen_lines(records), *views, *recipe_lines(prepared.recipe, job.training.missing), *about]
+        said = chat_lines(prepared.job, prepared.processing)
+        lines = [*seen_lines(records), *said, *views, *recipe_lines(prepared.recipe, job.training.missing), *about]
         for line in lines if writes else ():
             say(line)
         prepared = replace(prepared, records=records)

@@ -14,6 +14,8 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,15 @@ _NO_RECORDS = ("thumbs.db", "desktop.ini")  # files that systems put into folder
 _FORMATS = {
     frozenset(("prompt", "completion")): "write prompt_column: prompt and response_column: completion.",
     frozenset(("instruction", "output")): (
-        "the format of Alpaca. Write prompt_template: '{instruction} {input} ' and text_column: output."
+        "the format of Alpaca. Write prompt_template: '{instruction} {input} ' and text_column: output; or, in the "
+        "chat template of the tokenizer, chat: [instruction, input, output]."
     ),
     frozenset(("chosen", "rejected")): "preferences, which no task learns from. Write one text or answer a row.",
-    **dict.fromkeys(
-        (frozenset(("messages",)), frozenset(("conversations",))),
-        "chats, which no task reads yet. Write a row for each answer: all that is before it as a prompt, made by "
-        "tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True), and the answer; then "
-        "prompt_column: prompt and response_column: answer.",
-    ),
+    **{
+        frozenset((name,)): f"chats. Write chat: [{name}] in the section data, with task causal_lm, or vqa where there "
+        "are images."
+        for name in ("messages", "conversations")
+    },
 }  # fmt: skip
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -50,7 +52,7 @@ class Table:
 
 def read_table(
     path: Path | str, columns: Sequence[str], *, deduplicate: bool = True, unit: str | None = None,
-    lists: Sequence[str] = (), optional: Sequence[str] = (),
+    lists: Sequence[str] = (), values: Sequence[str] = (), optional: Sequence[str] = (),
 ) -> Table:  # fmt: skip
     """The columns that a job needs, of a .jsonl with an object a line, a .json, a .csv with a header, or a .txt; UTF-8.
 
@@ -62,15 +64,17 @@ def read_table(
             result by at most one row (tests/train/test_tables.py::test_one_row_more_changes_at_most_one_row).
         unit: one of the columns, which says whose record a row is. Equal rows of two people are no duplicates then.
         lists: those of the columns that may hold a list of texts; given back as JSON, a text as well.
+        values: those of the columns that may hold any value of JSON; given back as JSON, a text as well.
         optional: those of the columns in which a value may be missing: an empty text is given back. In the others a
-            missing value is an error. `null` and `NaN` of JSON and empty cells are missing, whatever the file.
+            missing value is an error. `null` and `NaN` of JSON and empty cells are missing, whatever the file; one of
+            `values` also where the row lacks the column.
 
     Raises:
         InvalidArgument: what cannot be read, is missing or is there twice; rows are named by their number, never shown.
     """
     file = Path(path)
     found = {
-        number: _row(row, columns, unit, lists, optional, f"in row {number} of {file.name}")
+        number: _row(row, columns, unit, lists, values, optional, f"in row {number} of {file.name}")
         for number, row in _rows(file, columns)
     }
     if not found:
@@ -88,11 +92,12 @@ def _table(found: dict[int, Row], columns: Sequence[str], deduplicate: bool) -> 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
     """The rows of a file with their numbers, not yet checked."""
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if path.suffix == ".parquet" or path.is_dir():
+        return _rows_of_arrow(path)
     if kind not in (".jsonl", ".json", ".csv", ".txt"):
         raise InvalidArgument(
-            f"Expected a .jsonl, .json, .csv or .txt file, or one of them with .gz, got {str(path)!r}. Write a line "
-            "for each object, row or text; of a parquet file: pandas.read_parquet(OLD).to_json(NEW, orient='records', "
-            "lines=True)."
+            "Expected a .jsonl, .json, .csv or .txt file, or one of them with .gz, a .parquet file or the folder of a "
+            f"data set of Hugging Face, got {str(path)!r}. Write a line for each object, row or text."
         )
     text = _decoded(path)
     if kind == ".csv":
@@ -104,6 +109,31 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
         return [(number, {"text": line.rstrip("\r\n")}) for number, line in lines]
     where = f"one JSON object a line in {str(path)!r}, got line"
     return [(number, _parsed(line, columns, f"{where} {number}")) for number, line in lines]
+
+
+def _rows_of_arrow(path: Path) -> list[tuple[int, Any]]:
+    """The rows of a .parquet file, or of a data set that save_to_disk has written; neither reader is a dependency."""
+    package = "datasets" if path.is_dir() else "pyarrow"
+    if find_spec(package) is None:
+        raise InvalidArgument(
+            f"Expected {package} to be installed, to read {str(path)!r}: pip install {package}. Or write the table as "
+            "a .jsonl where it is: datasets.load_from_disk(OLD).to_json(NEW), or pandas.read_parquet(OLD).to_json(NEW, "
+            "orient='records', lines=True)."
+        )
+    if (path / "dataset_dict.json").exists():
+        raise InvalidArgument(
+            f"Expected a data set, got several of them in {str(path)!r}. Name one: {path}/train, e.g."
+        )
+    try:
+        if path.is_dir():
+            rows = list(import_module("datasets").load_from_disk(str(path)))
+        else:
+            rows = import_module("pyarrow.parquet").read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        kind = type(error).__name__
+    else:
+        return list(enumerate(rows, start=1))
+    raise InvalidArgument(f"Expected a table that can be read, got {str(path)!r}: {package} raised {kind}.")
 
 
 def _decoded(path: Path) -> str:
@@ -194,13 +224,18 @@ def _parsed(text: str, columns: Sequence[str], expected: str) -> Any:
 
 
 def _row(
-    row: object, columns: Sequence[str], unit: str | None, lists: Sequence[str], optional: Sequence[str], where: str
+    row: object, columns: Sequence[str], unit: str | None, lists: Sequence[str], any_value: Sequence[str],
+    optional: Sequence[str], where: str,
 ) -> Row:  # fmt: skip
-    """The texts of a row in the columns; lists and their texts as JSON."""
+    """The texts of a row in the columns; lists, other values and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
-    empty = {column for column in (*optional, unit) if column in row and _is_missing(row[column])}
-    values = {column: "" if column in empty else _text(row, column, column in lists, where) for column in columns}
+    may_lack = {*any_value, *row}
+    empty = {column for column in (*optional, unit) if column in may_lack and _is_missing(row.get(column))}
+    values = {
+        column: "" if column in empty else _text(row, column, column in lists, column in any_value, where)
+        for column in columns
+    }
     for column, text in values.items():
         if _HALF_A_PAIR.search(text):
             raise InvalidArgument(
@@ -221,9 +256,11 @@ def _row(
     return values
 
 
-def _text(row: Mapping[str, Any], column: str, may_be_list: bool, where: str) -> str:
-    """The text of a row in a column; where it may be a list, as JSON."""
+def _text(row: Mapping[str, Any], column: str, may_be_list: bool, may_be_any: bool, where: str) -> str:
+    """The text of a row in a column; where it may be a list, or any value, as JSON."""
     value: Any = row.get(column)
+    if may_be_any and not _is_missing(value):
+        return json.dumps(value, ensure_ascii=False, default=str)
     several = may_be_list and isinstance(value, list)
     each: list[Any] = value if several else [value]
     if any(isinstance(one, list | dict) or _is_missing(one) for one in each):

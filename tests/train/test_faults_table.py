@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chat_jobs
 import feature_jobs
 import numpy as np
 import pytest
@@ -40,6 +41,8 @@ KINDS = {
     "prompts": text_job.write_job,
     "table": lambda folder: feature_jobs.write_job(folder, "table"),
     "images": lambda folder: feature_jobs.write_job(folder, "images"),
+    "chats": chat_jobs.write_job,
+    "llava": chat_jobs.write_llava_job,
 }
 
 
@@ -124,6 +127,39 @@ def formatted(name, value, **others):
     return lambda: write_rows("mails.jsonl", [{name: value, **others}] * 3)
 
 
+def chat(**change):
+    """The third row of the chats has these values; without those that are `...`."""
+
+    def write():
+        table = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
+        table[2] = {name: value for name, value in (table[2] | change).items() if value is not ...}
+        write_rows("chats.jsonl", table)
+
+    return write
+
+
+def llava(**change):
+    """The third row of LLaVA's JSON has these values."""
+
+    def write():
+        table = json.loads(Path("data.json").read_text())
+        table[2] |= change
+        Path("data.json").write_text(json.dumps(table))
+
+    return write
+
+
+def template(text):
+    """The tokenizer has another chat template, or none."""
+
+    def write():
+        Path("tiny/chat_template.jinja").unlink()
+        chat_jobs.tokenizer(text).save_pretrained("tiny")
+
+    return write
+
+
+ASKED, ANSWER = {"role": "user", "content": "secret"}, {"role": "assistant", "content": "goal"}
 RAW = ["--prompt_template", "null"]
 GREY = np.random.default_rng(0).integers(0, 256, (16, 16)).astype(np.uint8)
 CSV = ["--data.train", "mails.csv"]
@@ -163,12 +199,29 @@ FAULTS = {
     "UTF-16": ("texts", csv(encoding="utf-16"), CSV, "iconv -f UTF-16 -t UTF-8"),
     "Latin-1 in a jsonl": ("texts", lambda: Path("mails.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n'), [], "in line 2"),
     # formats
-    "a chat": ("prompts", formatted("messages", [{"role": "user", "content": "secret"}]), RAW, "The rows have messages: chats, which no task reads yet. Write a row for each answer"),
-    "ShareGPT": ("prompts", formatted("conversations", [{"from": "human", "value": "secret"}]), RAW, "The rows have conversations: chats"),
-    "Alpaca": ("prompts", formatted("instruction", "secret", output="a"), RAW, "prompt_template: '{instruction} {input} ' and text_column: output"),
+    "a chat": ("prompts", formatted("messages", [{"role": "user", "content": "secret"}]), RAW, "The rows have messages: chats. Write chat: [messages] in the section data"),
+    "ShareGPT": ("prompts", formatted("conversations", [{"from": "human", "value": "secret"}]), RAW, "The rows have conversations: chats. Write chat: [conversations]"),
+    "Alpaca": ("prompts", formatted("instruction", "secret", output="a"), RAW, "prompt_template: '{instruction} {input} ' and text_column: output; or, in the chat template of the tokenizer, chat: [instruction"),
     "prompts": ("prompts", formatted("prompt", "secret", completion="a"), RAW, "prompt_column: prompt and response_column: completion"),
     "preferences": ("prompts", formatted("prompt", "secret", chosen="a", rejected="b"), RAW, "The rows have chosen and rejected: preferences"),
     "parquet": ("texts", lambda: Path("mails.parquet").write_bytes(b"PAR1"), ["--data.train", "mails.parquet"], "pandas.read_parquet(OLD).to_json(NEW"),
+    "a data set on disk": ("texts", lambda: Path("mails").mkdir(), ["--data.train", "mails"], "pip install datasets. Or write the table as a .jsonl where it is: datasets.load_from_disk(OLD)"),
+    # chats
+    "another format of chats": ("chats", chat(conversations=[{"from": "human", "value": "secret"}], messages=...), [], "The rows have conversations: chats. Write chat: [conversations]"),
+    "no answer": ("chats", chat(messages=[ASKED]), [], "The chat in row 3 of chats.jsonl cannot be used. Expected a turn of the assistant to learn from"),
+    "an empty answer": ("chats", chat(messages=[ASKED, {"role": "assistant", "content": ""}]), [], "in row 3 of chats.jsonl cannot be used. Expected each turn of the assistant to say something"),
+    "no chat": ("chats", chat(messages=[]), [], "in row 3 of chats.jsonl cannot be used. Expected a turn of the assistant"),
+    "null for a chat": ("chats", chat(messages=None), [], "in the column 'messages' in row 3 of chats.jsonl, got none"),
+    "a text for a chat": ("chats", chat(messages="secret"), [], "in row 3 of chats.jsonl cannot be used. Expected a list of turns"),
+    "an unknown role": ("chats", chat(messages=[{"role": "secret", "content": "secret"}]), [], "in row 3 of chats.jsonl cannot be used. Expected turns of system, developer, user"),
+    "images in a chat of texts": ("chats", chat(messages=[{"role": "user", "content": [{"type": "image"}]}, ANSWER]), [], "in row 3 of chats.jsonl cannot be used. Expected a chat of texts, got one with images"),
+    "no chat template": ("chats", template(None), [], "in row 1 of chats.jsonl cannot be used. Expected a tokenizer with a chat template, got 'tiny'"),
+    "a template that rewrites turns": ("chats", template(chat_jobs.THINKS), [], "Expected a chat template that writes each turn once and for all, got that of 'tiny'"),
+    "a template without system turns": ("chats", template(chat_jobs.STRICT), [], "in row 1 of chats.jsonl cannot be used. Expected a chat that the chat template of 'tiny' takes"),
+    "an image that LLaVA's text lacks": ("llava", llava(conversations=[{"from": "human", "value": "secret"}, {"from": "gpt", "value": "red"}]), [], "in row 3 of data.json cannot be used. Expected a part of a turn, or <image> in its text, for each of the 1 images"),
+    "an image that the row lacks": ("llava", llava(image=None), [], "in row 3 of data.json cannot be used. Expected a part of a turn, or <image> in its text, for each of the 0 images of a chat, got 1"),
+    "a missing image of a chat": ("llava", llava(image="secret.png"), [], "Expected an image file for row 3 of data.json"),
+    "two images for one": ("llava", llava(image=["images/000.png", "images/001.png"], conversations=[{"from": "human", "value": "<image> <image> secret"}, {"from": "gpt", "value": "red"}]), [], "at most data.max_images=1 images in row 3"),
     "a damaged list": ("texts", lambda: Path("mails.json").write_text('[{"text": "secret"'), ["--data.train", "mails.json"], "a list of JSON objects in 'mails.json', which is none"),
     "a damaged gz": ("texts", lambda: Path("mails.jsonl.gz").write_bytes(gzip.compress(b"secret")[:-9]), ["--data.train", "mails.jsonl.gz"], "a table that can be read, got 'mails.jsonl.gz'"),
     "no gz": ("texts", lambda: Path("mails.jsonl.gz").write_bytes(b"secret"), ["--data.train", "mails.jsonl.gz"], "Not a gzipped file"),

@@ -3,9 +3,10 @@
 May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
 """
 
+import re
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from dpfunc._utils.validation import expect, fail, integer, one_of, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
 
 _MOST_PIXELS = 2**26  # 192 MiB in memory
 _WIDE_BUT_16_BITS = ("PNG", "PPM")  # formats that Pillow reads into 32 bits, and whose numbers have 16 at most
 _KEYS = ("prompt", "answer", "image", "images")
+_MARK = "<image>"  # in the texts of LLaVA's chats
 _ONE_SIZE = (
     "Fit all images into one size: image_text_collator(..., image_size=(height, width)), a public choice; or take a "
     "processor with a fixed size, as that of LLaVA 1.5."
@@ -76,16 +79,14 @@ class ImageTextCollator:
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
         """Ids, labels and number of images of a sample, without padding."""
+        if "messages" in sample:
+            return self._encode_chat(sample)
         if not {"prompt", "answer"} <= sample.keys() <= {*_KEYS}:
             raise InvalidArgument(
                 "Expected samples with prompt, answer, and image or images, got the keys "
                 f"{shorten(list(sample))}. Rename the columns of the table."
             )
-        images = len(_images_of(sample))
-        expect(
-            images <= self.max_images, f"at most max_images={self.max_images} images a sample", "images", images,
-            "max_images is public: choose it for all samples that there could be.",
-        )  # fmt: skip
+        images = self._count(sample)
         prompt, tokenizer = self._prompt_ids(sample["prompt"], images), self.processor.tokenizer
         ids = tokenizer(sample["answer"], add_special_tokens=False, verbose=False)["input_ids"]  # silent about lengths
         answer = [*ids, tokenizer.eos_token_id]
@@ -95,6 +96,24 @@ class ImageTextCollator:
             )
         prompt, answer = self._shorten(prompt, answer)
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
+
+    def _encode_chat(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
+        """The same of a chat, cut by the rule of `dpfunc.hf.chats.tokens`; its images stay."""
+        images, image_id = self._count(sample), self.processor.image_token_id
+        ids, learnt = messages_with_images(self.processor, sample)
+        ids, labels = chats.cut(ids, learnt, self.max_length - self.max_images * self.tokens_per_image, (image_id,))
+        groups = [self.image.tokens if one == image_id else (one,) for one in ids]
+        labels = [label for label, group in zip(labels, groups, strict=True) for _ in group]
+        return [one for group in groups for one in group], labels, images
+
+    def _count(self, sample: Mapping[str, Any]) -> int:
+        """Number of images of a sample."""
+        images = len(_images_of(sample))
+        expect(
+            images <= self.max_images, f"at most max_images={self.max_images} images a sample", "images", images,
+            "max_images is public: choose it for all samples that there could be.",
+        )  # fmt: skip
+        return images
 
     def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
         """Remove words, no tokens of images: the middle of a prompt, and the end of an answer over half of the room."""
@@ -284,9 +303,38 @@ def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict
     return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in found}}
 
 
+def messages_with_images(processor: Any, sample: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+    """Ids of a chat with one token for each image, and for each id if the assistant says it.
+
+    Turns have their images as parts, or as `<image>` in their texts; the paths are in the sample.
+    """
+    images, image_id = len(_images_of(sample)), processor.image_token_id
+    marks = {_MARK, processor.image_token} if images else set()
+    turns = [{**turn, "content": _parts(turn["content"], marks)} for turn in sample["messages"]]
+    ids, learnt = chats.encode(processor.tokenizer, turns, template=processor.chat_template)
+    if ids.count(image_id) != images:
+        raise InvalidArgument(
+            f"Expected a part of a turn, or {_MARK} in its text, for each of the {images} images of a chat, got "
+            f"{ids.count(image_id)}."
+        )
+    return ids, learnt
+
+
+def _parts(content: Any, marks: Collection[str]) -> list[dict[str, str]]:
+    """A content as parts: texts, and images without their paths."""
+    if not isinstance(content, str):
+        return [{"type": "image"} if part["type"] == "image" else part for part in content]
+    between = "|".join(map(re.escape, marks))
+    pieces = re.split(f"({between})", content) if marks else [content]
+    texts = [piece.strip() if len(pieces) > 1 else piece for piece in pieces]
+    return [{"type": "image"} if text in marks else {"type": "text", "text": text} for text in texts if text]
+
+
 def _images_of(sample: Mapping[str, Any]) -> list[Any]:
     if "image" in sample and "images" in sample:
         raise InvalidArgument("Expected image or images in a sample, got both.")
+    if "messages" in sample and not {"image", "images"} & sample.keys():
+        return chats.images(sample["messages"])
     return list(sample.get("images") or ()) if sample.get("image") is None else [sample["image"]]
 
 

@@ -1,0 +1,332 @@
+"""Chats as people have them, as the token ids and labels of a language model that learns what the assistant says.
+
+Roles, several formats and tool calls become one list of messages; the chat template of the tokenizer makes it a text.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+from jinja2.exceptions import TemplateError
+
+from dpfunc._utils.validation import integer, one_of, refuse
+from dpfunc.errors import InvalidArgument
+from dpfunc.hf.losses import IGNORED
+
+Message = dict[str, Any]
+"""`role`, `content`: a text, or a list of parts where there are images; and what else the template reads."""
+
+FORMATS = (
+    ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "input", "output"),
+    ("instruction", "output"),
+)  # fmt: skip
+"""Columns by which the format of a record is known."""
+
+MADE_UP: tuple[Message, ...] = (
+    {"role": "user", "content": "is the picture red ?"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "is the picture blue ?"},
+    {"role": "assistant", "content": "no"},
+)
+"""A chat that nobody has had."""
+
+_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool",
+    "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+_KNOWN = ("system", "developer", "user", "assistant", "tool")
+_NOT_LEARNT = ("weight", "train", "loss")  # by which some formats leave single turns out
+_OWN = ("role", "from", "content", "value", *_NOT_LEARNT)
+_MARKS = re.compile(r"\{%[-+]?\s*generation\b")  # the template itself says which text is the assistant's
+_MENDING = (
+    "Write {% generation %} and {% endgeneration %} around what the assistant says in tokenizer.chat_template, save "
+    "the tokenizer, and name its folder (model.tokenizer in a job)"
+)
+
+
+def messages(record: Mapping[str, Any], columns: Sequence[str] | None = None) -> list[Message]:
+    """The turns of a record, oldest first, in the form that chat templates read.
+
+    Args:
+        record: a row of a table, private. columns: those that the chat is made of, by default the first of `FORMATS`
+            that the record has. One is a list of turns, with `role` and `content` (OpenAI, Hugging Face) or `from` and
+            `value` (ShareGPT, LLaVA). Of several (prompt and completion, Alpaca) the last is the answer, the others
+            are one question; each is a text, or a list of turns.
+
+    Returns:
+        Messages with the roles system, developer, user, assistant and tool. Parts of content that are all texts become
+        one text. Arguments of tool calls are objects, as templates expect. None is nothing. Private.
+
+    Raises:
+        InvalidArgument: no such columns, no turn of the assistant, a turn without content, an unknown role; a turn of
+            the assistant that is not to be learnt (`weight: 0`), or in a prompt. No word of the record is shown.
+
+    >>> messages({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]})
+    [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
+    >>> messages({"instruction": "Add.", "input": "2, 2", "output": "4"})
+    [{'role': 'user', 'content': 'Add.\\n\\n2, 2'}, {'role': 'assistant', 'content': '4'}]
+    """
+    names = next((names for names in FORMATS if {*names} <= {*record}), ()) if columns is None else tuple(columns)
+    if not names or not {*names} <= {*record}:
+        raise InvalidArgument(
+            f"Expected the columns of a chat, {' or '.join(map(' and '.join, FORMATS))}, in each record, got one "
+            f"without {' and '.join(names) or 'any of them'}. Name yours: columns (data.chat in a job)."
+        )
+    *asked, answer = (record[name] for name in names)
+    before = _turns(asked, "user") if asked else []
+    found = [_message(turn) for turn in [*before, *_turns([answer], "assistant" if asked else None)]]
+    refuse(
+        (any(_message(turn)["role"] == "assistant" for turn in before),
+         "Expected a prompt without turns of the assistant, all of which would be learnt. Write the chat as one list "
+         "of turns if they are to be, or as one text if they are not."),
+        (all(turn["role"] != "assistant" for turn in found),
+         "Expected a turn of the assistant to learn from, got none. Leave the record out."),
+    )  # fmt: skip
+    return found
+
+
+def _turns(values: Sequence[Any], role: str | None) -> list[Any]:
+    """The turns in a list; or texts as one turn of this role."""
+    if len(values) == 1 and isinstance(values[0], list | tuple):
+        return list(values[0])
+    texts = [value for value in values if value is not None and value != ""]
+    if role is None or not all(isinstance(value, str) for value in texts):
+        raise InvalidArgument(
+            "Expected a list of turns, each with role and content, or from and value; or texts, of which several "
+            "columns have a question and its answer."
+        )
+    return [{"role": role, "content": "\n\n".join(texts)}]
+
+
+def _message(turn: Any) -> Message:
+    """One turn with the names that templates read."""
+    if not isinstance(turn, Mapping):
+        raise InvalidArgument("Expected turns with names in a chat, role and content, got something else.")
+    given = next((turn[name] for name in ("role", "from") if turn.get(name) is not None), None)
+    content = next((turn[name] for name in ("content", "value") if turn.get(name) is not None), "")
+    role = _ROLES.get(given, given) if isinstance(given, str) else None
+    others = {name: value for name, value in turn.items() if name not in _OWN and value is not None}
+    calls = [_json(content)] if given == "function_call" else others.get("tool_calls") or []
+    if calls:
+        others["tool_calls"] = [_call(call) for call in calls]
+    content = "" if given == "function_call" else _content(content)
+    refuse(
+        (role not in _KNOWN,
+         f"Expected turns of {', '.join(_KNOWN)} (or human, gpt, observation, function_call) in a chat, got another."),
+        (any(turn.get(name) is not None and not turn[name] for name in _NOT_LEARNT),
+         "Expected turns of the assistant that are all learnt, got one that is marked as not to be (weight, train or "
+         "loss). Leave the turn out, or the mark."),
+        (role == "assistant" and not content and not calls,
+         "Expected each turn of the assistant to say something, or to call a tool, got an empty one. Leave it out."),
+    )  # fmt: skip
+    return {"role": role, "content": content, **others}
+
+
+def _content(content: Any) -> Any:
+    """A text; or the parts of a content with images, of which templates look at type and text."""
+    if isinstance(content, str):
+        return content
+    parts = [_part(part) for part in content] if isinstance(content, list | tuple) else [None]
+    if None in parts:
+        raise InvalidArgument("Expected texts and images in the turns of a chat, got another content.")
+    texts = [part["text"] for part in parts if part and part["type"] == "text"]
+    return "".join(texts) if len(texts) == len(parts) else parts
+
+
+def _part(part: Any) -> Message | None:
+    """A part of a content: a text, or an image with its path, if it has one; None for any other."""
+    if isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+        return {"type": "text", "text": part if isinstance(part, str) else part["text"]}
+    if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url", "input_image"):
+        return None
+    path = next((part[name] for name in ("image", "path", "url", "image_url") if part.get(name)), None)
+    path = path.get("url") if isinstance(path, Mapping) else path
+    return {"type": "image"} if path is None else {"type": "image", "path": path}
+
+
+def images(messages: Sequence[Message]) -> list[str]:
+    """The paths of images that the turns have in their contents."""
+    parts = [part for turn in messages if not isinstance(turn["content"], str) for part in turn["content"]]
+    return [part["path"] for part in parts if "path" in part]
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object: OpenAI writes them as a text of JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidArgument("Expected tool calls with a name and arguments in a chat, got another.")
+    return {"type": "function", "function": {**function, "arguments": _json(function.get("arguments") or {})}}
+
+
+def _json(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise InvalidArgument("Expected tool calls in JSON in a chat, got another text.") from None
+
+
+def tokens(
+    tokenizer: Any, messages: Sequence[Message], *, max_length: int, learn: str = "assistant",
+    tools: Sequence[Any] | None = None,
+) -> dict[str, list[int]]:  # fmt: skip
+    """Token ids of a chat, and labels: the ids of what the assistant says, -100 elsewhere.
+
+    A turn of the assistant is what its turn adds to the text of the chat behind the prompt for it
+    (add_generation_prompt), with its end token, without white space behind it; or, in a template with
+    `{% generation %}`, what stands between its marks. One rule cuts long chats: what follows on the last learnt token
+    is left out, for nothing is learnt from it; of the others the last `max_length` stay. So something to learn stays.
+
+    Args:
+        tokenizer: a fast one, with a chat template. messages: as `messages` returns them, texts alone.
+        max_length: >= 2. learn: `"assistant"`, or `"all"` for every token. tools: definitions of functions, which the
+            template shows.
+
+    Returns:
+        `input_ids` and `labels`, private: a record for DataCollatorForSeq2Seq and for the loss `"causal_lm"`.
+
+    Raises:
+        InvalidArgument: no chat template or none that takes these turns; a template that writes earlier turns in
+            another way once later ones are there, so that the difference is not what the assistant says; images;
+            nothing that is learnt. No word of the chat is shown.
+
+    Guarantees:
+        tests/hf/test_chats.py: the mask is that of turns rendered by hand (test_the_mask_is_that_of_the_turns), marks
+        and prefixes agree (test_marks_and_prefixes_agree), losses are those of the loop
+        (test_losses_of_chats_equal_single_chats), no length leaves nothing (test_every_length_leaves_a_target).
+    """
+    integer("max_length", max_length, minimum=2)
+    one_of("learn", learn, ("assistant", "all"))
+    refuse((any(not isinstance(message.get("content", ""), str) for message in messages),
+            "Expected a chat of texts, got one with images, which a language model does not read. Take a "
+            "vision-language model: task vqa in a job, or dpfunc.hf.vision_language.image_text_collator."))  # fmt: skip
+    ids, learnt = encode(tokenizer, messages, tools=tools)
+    ids, labels = cut(ids, [True] * len(ids) if learn == "all" else learnt, max_length)
+    return {"input_ids": ids, "labels": labels}
+
+
+def asked(tokenizer: Any, question: str) -> list[int]:
+    """Token ids of a question, and of the beginning of the assistant's turn."""
+    turn = [{"role": "user", "content": question}]
+    return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def encode(
+    tokenizer: Any, messages: Sequence[Message], *, template: str | None = None, tools: Sequence[Any] | None = None
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a whole chat, and for each of them if the assistant says it; template: that of a processor, e.g."""
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    try:
+        template = tokenizer.get_chat_template(template, tools)
+    except ValueError:
+        raise InvalidArgument(
+            f"Expected a tokenizer with a chat template, got {name!r}, which has none. Take the one of a model that "
+            "was trained for chats (model.tokenizer in a job), or set tokenizer.chat_template and save it."
+        ) from None
+    refuse((not tokenizer.is_fast,
+            f"Expected a tokenizer that tells where its tokens begin, for the mask, got {type(tokenizer).__name__} in "
+            f"{name!r}. Save a fast one (tokenizer.json)."))  # fmt: skip
+    given: dict[str, Any] = {"tools": tools, "chat_template": template}
+    turns = list(messages)
+    try:
+        text = tokenizer.apply_chat_template(turns, **given, tokenize=False)
+        _check_functions(text, messages, tools or (), name)
+        spans = (
+            _marked(tokenizer, turns, text, given)
+            if _MARKS.search(template)
+            else [*_spans(tokenizer, turns, text, given, name)]
+        )
+    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        kind = type(error).__name__
+    else:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begins = [first for first, _ in found["offset_mapping"]]
+        return list(found["input_ids"]), [any(low <= place < high for low, high in spans) for place in begins]
+    raise InvalidArgument(
+        f"Expected a chat that the chat template of {name!r} takes, got {kind} from it. Many take no system turn, or "
+        "want the user and the assistant to speak in turn, the user first, or contents that are texts."
+    )
+
+
+def _check_functions(text: str, messages: Sequence[Message], tools: Sequence[Any], name: str) -> None:
+    """Check that the text names each function: templates leave out what they do not know, without a word."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if not all(str(_call(each)["function"]["name"]) in text for each in [*calls, *tools]):
+        raise InvalidArgument(
+            f"Expected a chat template that writes tool calls and definitions of tools, got that of {name!r}, which "
+            "leaves them out: the assistant would learn to say nothing. Take a tokenizer whose template has them."
+        )
+
+
+def _marked(
+    tokenizer: Any, messages: Sequence[Message], text: str, given: Mapping[str, Any]
+) -> Sequence[tuple[int, int]]:
+    """First and last place of what the template marks; `return_assistant_tokens_mask` itself loses the turns behind one
+    that begins with white space of which the tokenizer makes no token, and learns all that is behind one that ends so.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    written, found = render_jinja_template(
+        [messages], **given, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+    )
+    if written != [text]:
+        raise ValueError
+    return cast(Sequence[tuple[int, int]], found[0])
+
+
+def _spans(
+    tokenizer: Any, messages: Sequence[Message], text: str, given: Mapping[str, Any], name: str
+) -> Iterator[tuple[int, int]]:
+    """First and last place of what each turn of the assistant adds to the text."""
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, answered = list(messages[:place]), list(messages[: place + 1])
+        before = tokenizer.apply_chat_template(asked, **given, tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(answered, **given, tokenize=False)
+        said = message["content"].strip() if isinstance(message["content"], str) else ""
+        if not (text.startswith(after) and after.startswith(before) and said in after[len(before) :]):
+            raise InvalidArgument(
+                f"Expected a chat template that writes each turn once and for all, got that of {name!r}: with a later "
+                "turn it writes earlier ones in another way, or does not go on from its prompt for an answer, so it "
+                f"cannot be told what the assistant says. {_MENDING}; or give each answer as a chat of its own that "
+                "ends with it."
+            )
+        yield len(before), len(after.rstrip())
+
+
+def cut(
+    ids: Sequence[int], learnt: Sequence[bool], most: int, kept: Collection[int] = ()
+) -> tuple[list[int], list[int]]:
+    """Ids and labels by the rule of `tokens`: up to the last learnt one the last `most`; and all tokens in `kept`."""
+    if not any(learnt[1:]):
+        raise InvalidArgument(f"Expected something that is learnt in each chat, got a mask of none. {_MENDING}.")
+    last = max(place for place, is_learnt in enumerate(learnt) if is_learnt)
+    words = [place for place, one in enumerate(ids) if one not in kept and place <= last][-most:]
+    stay = sorted({*words, *(place for place, one in enumerate(ids) if one in kept)})
+    labels = [ids[place] if learnt[place] and ids[place] not in kept else IGNORED for place in stay]
+    return [ids[place] for place in stay], [IGNORED, *labels[1:]]  # no position predicts the first
+
+
+def shown(tokenizer: Any, *, template: str | None = None, parts: bool = False) -> str:
+    """A made-up chat as the template writes it, `MADE_UP`, in one line; what is learnt stands in [[ ]].
+
+    Args:
+        template: that of a processor. parts: contents are lists of parts, which vision-language models read.
+
+    Returns:
+        Nothing that is private. Of a template that writes earlier turns in another way, one question and its answer.
+    """
+    made = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} if parts else turn for turn in MADE_UP]
+    try:
+        ids, learnt = encode(tokenizer, made, template=template)
+    except InvalidArgument:
+        ids, learnt = encode(tokenizer, made[:2], template=template)
+    pieces = []
+    for is_learnt, group in groupby(zip(learnt, ids, strict=True), key=lambda pair: pair[0]):
+        piece = tokenizer.decode([one for _, one in group], clean_up_tokenization_spaces=False)
+        pieces.append(f"[[{piece}]]" if is_learnt else piece)
+    return "".join(pieces).replace("\n", "\\n")
