@@ -14,6 +14,7 @@ import pages
 import pytest
 import torch
 from certified import plan_of, trained
+from chat_jobs import chats, tokenizer
 from jobs import document
 from pages import ROOT, text_of
 from text_job import run
@@ -305,3 +306,10 @@ def test_telemetry_a_run_ends_early_by_what_it_releases(tmp_path):
     assert steps == trainer.ledger.num_steps < 40
     losses = [line["released/loss"] for line in trainer.state.log_history if "released/loss" in line]
     assert losses[steps - 1] >= min(losses[: steps - 1])
+
+
+def test_chats_of_the_command_are_functions_for_loops():
+    (code,) = blocks("train.md")
+    names = execute(code, tokenizer=tokenizer(), rows=[{"messages": chat} for chat in chats(3)])
+    assert names["batch"]["labels"].shape[0] == 3
+    assert ((names["batch"]["labels"] != -100).sum(1) > 0).all()

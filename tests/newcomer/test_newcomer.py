@@ -1,4 +1,4 @@
-"""Twelve programs as new users write them from the documents: each runs, and what it claims is true of its result.
+"""Programs as new users write them from the documents: each runs, and what it claims is true of its result.
 
 Each stands in a file of its own beside this one. Seeds and keys are here: no accuracy is missed by a rare noise.
 """
@@ -16,11 +16,19 @@ import torch
 from launcher import works
 from tiny_models import write_model
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 import dpfunc
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 FOLDER = Path(__file__).parent
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("conftest.py", Path(__file__).name))
+# Order in which keys are numbered: a new program is the last.
+ORDER = ["aux_metrics", "first_loop", "head", "images", "language_model", "opacus_moved", "rare_class", "released_loss",
+         "resume", "sweep", "two_processes", "users", "chat"]  # fmt: skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),  # Opacus, in each run
     pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),  # Opacus, in short runs
@@ -33,7 +41,7 @@ def run(tmp_path, monkeypatch):
     """The names of a program after its last line, in an empty folder."""
 
     def run(name):
-        numbers = itertools.count(100 * [path.stem for path in PROGRAMS].index(name))
+        numbers = itertools.count(100 * ORDER.index(name))
         monkeypatch.setattr(dpfunc, "secure_key", lambda: replace(dpfunc.insecure_key(next(numbers)), guessable=False))
         monkeypatch.chdir(tmp_path)
         with torch.random.fork_rng():
@@ -47,8 +55,8 @@ def within(names, budget):
     return 0.98 * budget < names["epsilon"] <= budget
 
 
-def test_there_are_twelve_of_at_most_forty_lines():
-    assert len(PROGRAMS) == 12
+def test_each_has_at_most_forty_lines_and_a_test():
+    assert sorted(ORDER) == [path.stem for path in PROGRAMS]
     for path in PROGRAMS:
         assert len(path.read_text().splitlines()) <= 40, path.name
         assert f"def test_{path.stem}(" in Path(__file__).read_text()
@@ -124,6 +132,24 @@ def test_language_model(run, tmp_path):
     assert within(names, 8.0)
     assert names["after"] < 0.96 * names["before"]  # what a random model with a frozen head can learn is little
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert all("lora_" in name for name in names["params"])
+
+
+def test_chat(run, tmp_path):
+    """The tiny model learns answers of one word from the topic that is asked about."""
+    write_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    turns = [[("user", f"my favourite number is {i % 3} ?"), ("assistant", f"{i % 3}")] for i in range(1000)]
+    rows = [{"messages": [{"role": role, "content": said} for role, said in each]} for each in turns]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = run("chat")
+    assert within(names, 8.0)
+    assert names["after"] < 0.96 * names["before"]
+    assert names["shown"].count("[[") == 2
+    learnt = [sum(label != -100 for label in record["labels"]) for record in names["dataset"]]
+    assert 0 < min(learnt) <= max(learnt) < 20
     assert all("lora_" in name for name in names["params"])
 
 

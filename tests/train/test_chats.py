@@ -12,15 +12,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from chat_jobs import PLAIN, chats, llava_rows, tokenizer, write_job, write_llava_job
-from text_job import MODES, record, train, write_rows
+from text_job import record, train, write_rows
 from torch.nn import functional as F
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.train import generate
+from dpfunc.train import generate, tables
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import collator, read_records
+from dpfunc.train._dataset import chat_lines, collator, read_records
 from dpfunc.train._model import load_base, load_processing
 from dpfunc.train.tables import read_table
 
@@ -131,21 +131,28 @@ def test_no_length_cuts_a_chat_to_nothing(place, length):
         assert any(label != -100 for label in found["labels"][1:])
 
 
-@MODES
-def test_a_made_up_chat_is_printed_with_its_mask(place, tmp_path, mode):
-    result = train("--output_dir", tmp_path / "run", "--steps", "1", *mode)
+@pytest.fixture(scope="module")
+def finished(made):
+    """What a run printed, and its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        result = train("--output_dir", "done", "--steps", "1")
     assert result.exit_code == 0, result.output
-    assert "chat: what is learnt of a made-up one stands in [[ ]]: <s> text : " in result.stdout
-    assert result.stdout.count("[[<unk> </s>]]") == 2
-    assert "goal" not in result.output
-    everything = train("--output_dir", tmp_path / "all", "--dry-run", "--loss_on", "all")
-    assert "made-up" not in everything.stdout
+    return result, made / "done"
 
 
-def test_a_prompt_of_generate_is_a_turn_of_the_user(place, tmp_path, monkeypatch):
-    result = train("--output_dir", tmp_path / "run", "--steps", "1")
-    assert result.exit_code == 0, result.output
-    writer = generate.load_writer(tmp_path / "run")
+def test_a_made_up_chat_is_printed_with_its_mask(place, finished):
+    for result in (finished[0], train("--output_dir", "other", "--steps", "1", "--dry-run")):
+        assert result.exit_code == 0, result.output
+        assert "chat: what is learnt of a made-up one stands in [[ ]]: <s> text : " in result.stdout
+        assert result.stdout.count("[[<unk> </s>]]") == 2
+        assert "goal" not in result.output
+    job = read_job("job.yaml", ["--loss_on", "all"])
+    assert chat_lines(job, load_processing(job)) == []
+
+
+def test_a_prompt_of_generate_is_a_turn_of_the_user(place, finished, monkeypatch):
+    writer = generate.load_writer(finished[1])
     seen = []
 
     def answer(**given):
@@ -209,6 +216,14 @@ def stub(monkeypatch, name, **functions):
         setattr(package, key, value)
     monkeypatch.setitem(sys.modules, name, package)
     return package
+
+
+def test_what_to_install_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "find_spec", lambda name: None)
+    (tmp_path / "disk").mkdir()
+    for name, package in {"rows.parquet": "pyarrow", "disk": "datasets"}.items():
+        with pytest.raises(InvalidArgument, match=f"{name}': pip install {package}. Or write the table as a .jsonl"):
+            read_table(tmp_path / name, ["messages"])
 
 
 def test_parquet_and_data_sets_on_disk_are_read_by_their_packages(tmp_path, monkeypatch):

@@ -204,8 +204,8 @@ FAULTS = {
     "Alpaca": ("prompts", formatted("instruction", "secret", output="a"), RAW, "prompt_template: '{instruction} {input} ' and text_column: output; or, in the chat template of the tokenizer, chat: [instruction"),
     "prompts": ("prompts", formatted("prompt", "secret", completion="a"), RAW, "prompt_column: prompt and response_column: completion"),
     "preferences": ("prompts", formatted("prompt", "secret", chosen="a", rejected="b"), RAW, "The rows have chosen and rejected: preferences"),
-    "parquet": ("texts", lambda: Path("mails.parquet").write_bytes(b"PAR1"), ["--data.train", "mails.parquet"], "pandas.read_parquet(OLD).to_json(NEW"),
-    "a data set on disk": ("texts", lambda: Path("mails").mkdir(), ["--data.train", "mails"], "pip install datasets. Or write the table as a .jsonl where it is: datasets.load_from_disk(OLD)"),
+    "parquet": ("texts", lambda: Path("mails.parquet").write_bytes(b"PAR1"), ["--data.train", "mails.parquet"], "'mails.parquet'"),
+    "a data set on disk": ("texts", lambda: Path("mails").mkdir(), ["--data.train", "mails"], "'mails'"),
     # chats
     "another format of chats": ("chats", chat(conversations=[{"from": "human", "value": "secret"}], messages=...), [], "The rows have conversations: chats. Write chat: [conversations]"),
     "no answer": ("chats", chat(messages=[ASKED]), [], "The chat in row 3 of chats.jsonl cannot be used. Expected a turn of the assistant to learn from"),

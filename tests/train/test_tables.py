@@ -88,7 +88,7 @@ def test_the_split_has_the_share_it_should():
 
 
 BAD = {
-    "another format": ("t.parquet", "", "Expected a .jsonl, .json, .csv or .txt file"),
+    "another format": ("t.xlsx", "", "Expected a .jsonl, .json, .csv or .txt file"),
     "no text in a text file": ("t.txt", "\n \n", "Expected records in '.*t.txt', got none"),
     "a text file in another encoding": ("t.txt", b"my secret \xff\n", "Expected a table in UTF-8"),
     "broken JSON": ("t.jsonl", '{"text": "my secret"', "Expected one JSON object a line"),
