@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
+    from dpfunc.hf.chats import chat_messages, chat_tokens, show_chat
     from dpfunc.hf.preferences import CollatePairs, Preference, reference_log_probabilities
     from dpfunc.hf.tasks import make_loss_fn
     from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -18,8 +19,11 @@ __all__ = [
     "DPTrainer",
     "Preference",
     "PrivacyArguments",
+    "chat_messages",
+    "chat_tokens",
     "make_loss_fn",
     "reference_log_probabilities",
+    "show_chat",
 ]
 
 if not TYPE_CHECKING:
@@ -28,6 +32,7 @@ if not TYPE_CHECKING:
         {
             "trainer.trainer": "DPTrainer",
             "trainer.arguments": "PrivacyArguments",
+            "chats": "chat_messages chat_tokens show_chat",
             "tasks": "make_loss_fn",
             "preferences": "CollatePairs Preference reference_log_probabilities",
         },

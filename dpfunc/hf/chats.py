@@ -48,7 +48,7 @@ _MENDING = (
 )
 
 
-def messages(record: Mapping[str, Any], columns: Sequence[str] | None = None) -> list[Message]:
+def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = None) -> list[Message]:
     """The turns of a record, oldest first, in the form that chat templates read.
 
     Args:
@@ -65,9 +65,9 @@ def messages(record: Mapping[str, Any], columns: Sequence[str] | None = None) ->
         InvalidArgument: no such columns, no turn of the assistant, a turn without content, an unknown role; a turn of
             the assistant that is not to be learnt (`weight: 0`), or in a prompt. No word of the record is shown.
 
-    >>> messages({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]})
+    >>> chat_messages({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]})
     [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
-    >>> messages({"instruction": "Add.", "input": "2, 2", "output": "4"})
+    >>> chat_messages({"instruction": "Add.", "input": "2, 2", "output": "4"})
     [{'role': 'user', 'content': 'Add.\\n\\n2, 2'}, {'role': 'assistant', 'content': '4'}]
     """
     names = next((names for names in FORMATS if {*names} <= {*record}), ()) if columns is None else tuple(columns)
@@ -169,7 +169,7 @@ def _json(value: Any) -> Any:
         raise InvalidArgument("Expected tool calls in JSON in a chat, got another text.") from None
 
 
-def tokens(
+def chat_tokens(
     tokenizer: Any, messages: Sequence[Message], *, max_length: int, learn: str = "assistant",
     tools: Sequence[Any] | None = None,
 ) -> dict[str, list[int]]:  # fmt: skip
@@ -181,7 +181,7 @@ def tokens(
     is left out, for nothing is learnt from it; of the others the last `max_length` stay. So something to learn stays.
 
     Args:
-        tokenizer: a fast one, with a chat template. messages: as `messages` returns them, texts alone.
+        tokenizer: a fast one, with a chat template. messages: as `chat_messages` returns them, texts alone.
         max_length: >= 2. learn: `"assistant"`, or `"all"` for every token. tools: definitions of functions, which the
             template shows.
 
@@ -303,7 +303,7 @@ def _spans(
 def cut(
     ids: Sequence[int], learnt: Sequence[bool], most: int, kept: Collection[int] = ()
 ) -> tuple[list[int], list[int]]:
-    """Ids and labels by the rule of `tokens`: up to the last learnt one the last `most`; and all tokens in `kept`."""
+    """Ids and labels by the rule of `chat_tokens`: up to the last learnt the last `most`; and all tokens in `kept`."""
     if not any(learnt[1:]):
         raise InvalidArgument(f"Expected something that is learnt in each chat, got a mask of none. {_MENDING}.")
     last = max(place for place, is_learnt in enumerate(learnt) if is_learnt)
@@ -313,7 +313,7 @@ def cut(
     return [ids[place] for place in stay], [IGNORED, *labels[1:]]  # no position predicts the first
 
 
-def shown(tokenizer: Any, *, template: str | None = None, parts: bool = False) -> str:
+def show_chat(tokenizer: Any, *, template: str | None = None, parts: bool = False) -> str:
     """A made-up chat as the template writes it, `MADE_UP`, in one line; what is learnt stands in [[ ]].
 
     Args:

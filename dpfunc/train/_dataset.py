@@ -364,7 +364,7 @@ def _texts(value: str, whole: bool = False) -> list[str]:
 def _images(data: DataSection, row: Row) -> list[str]:
     """The paths of the images of a row; of a chat those in its turns, or else in their column."""
     if data.chat:
-        found = chats.images(chats.messages(_values(row, data.chat), data.chat))
+        found = chats.images(chats.chat_messages(_values(row, data.chat), data.chat))
         return found or _texts(row[data.image_column] or "[]", whole=True)
     return [row[data.image_column]] if data.max_images == 1 else _texts(row[data.image_column], whole=True)
 
@@ -384,7 +384,7 @@ def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
 def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
     """Token ids and labels of a chat; or the chat with the paths of its images, which has a mask."""
     data, tools = job.data, None
-    turns = chats.messages(_values(row, data.chat or ()), data.chat)
+    turns = chats.chat_messages(_values(row, data.chat or ()), data.chat)
     if job.task == "vqa":
         sample = {"messages": turns, "images": [str(folder / image) for image in _images(data, row)]}
         messages_with_images(processing, sample)
@@ -392,7 +392,7 @@ def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any
     if data.tools_column is not None:
         tools = _values(row, [data.tools_column])[data.tools_column]
     learn = "assistant" if data.loss_on == "response" else "all"
-    return chats.tokens(processing, turns, max_length=data.max_length, learn=learn, tools=tools)
+    return chats.chat_tokens(processing, turns, max_length=data.max_length, learn=learn, tools=tools)
 
 
 def chat_lines(job: Job, processing: Any) -> list[str]:
@@ -401,7 +401,7 @@ def chat_lines(job: Job, processing: Any) -> list[str]:
         return []
     inside = job.task == "vqa"
     tokenizer, template = (processing.tokenizer, processing.chat_template) if inside else (processing, None)
-    said = chats.shown(tokenizer, template=template, parts=inside)
+    said = chats.show_chat(tokenizer, template=template, parts=inside)
     return [f"chat: what is learnt of a made-up one stands in [[ ]]: {said}"] * (job.data.loss_on == "response")
 
 

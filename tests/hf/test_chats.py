@@ -17,7 +17,7 @@ from zoo.parity import engine_that_equals_the_loop
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
-from dpfunc.hf.chats import MADE_UP, cut, encode, messages, shown, tokens
+from dpfunc.hf.chats import MADE_UP, chat_messages, chat_tokens, cut, encode, show_chat
 from dpfunc.hf.tasks import make_loss_fn
 
 TOKENIZERS = {template: tokenizer(template) for template in (PLAIN, MARKED, THINKS, STRICT, None)}
@@ -52,10 +52,10 @@ def test_the_mask_is_that_of_the_turns(chat):
     ids, learnt = by_hand(chat)
     assert encode(TOKENIZERS[PLAIN], chat) == (ids, learnt)
     end = max(place for place, one in enumerate(learnt) if one) + 1
-    found = tokens(TOKENIZERS[PLAIN], chat, max_length=200)
+    found = chat_tokens(TOKENIZERS[PLAIN], chat, max_length=200)
     assert found["input_ids"] == ids[:end]
     assert found["labels"] == [one if is_learnt else -100 for one, is_learnt in zip(ids[:end], learnt, strict=False)]
-    everything = tokens(TOKENIZERS[PLAIN], chat, max_length=200, learn="all")
+    everything = chat_tokens(TOKENIZERS[PLAIN], chat, max_length=200, learn="all")
     assert everything == {"input_ids": ids, "labels": [-100, *ids[1:]]}
 
 
@@ -67,7 +67,7 @@ def test_marks_and_prefixes_agree(chat):
 @given(CHATS, st.integers(2, 40))
 def test_every_length_leaves_a_target(chat, length):
     """The last tokens up to the last that is learnt; the first of a row is predicted by none."""
-    whole, short = (tokens(TOKENIZERS[PLAIN], chat, max_length=most) for most in (200, length))
+    whole, short = (chat_tokens(TOKENIZERS[PLAIN], chat, max_length=most) for most in (200, length))
     assert short["input_ids"] == whole["input_ids"][-length:]
     assert short["labels"] == [-100, *whole["labels"][-length:][1:]]
     assert any(label != -100 for label in short["labels"])
@@ -83,7 +83,7 @@ def test_losses_of_chats_equal_single_chats():
     """In one batch, by the default engine: each record's loss is that of its hand-made mask alone."""
     made = chats(6)
     collate = DataCollatorForSeq2Seq(TOKENIZERS[PLAIN], padding=True)
-    batch = dict(collate([tokens(TOKENIZERS[PLAIN], chat, max_length=64) for chat in made]))
+    batch = dict(collate([chat_tokens(TOKENIZERS[PLAIN], chat, max_length=64) for chat in made]))
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -130,9 +130,9 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_one_list_of_messages(name):
     record, expected = FORMATS[name]
-    assert messages(record) == expected
-    assert messages({**record, "other": 1}, list(record)) == expected
-    assert messages({"messages": expected}) == expected
+    assert chat_messages(record) == expected
+    assert chat_messages({**record, "other": 1}, list(record)) == expected
+    assert chat_messages({"messages": expected}) == expected
 
 
 def turns(*made):
@@ -159,7 +159,7 @@ REFUSED = {
 def test_what_is_no_chat_is_refused(name):
     record, words = REFUSED[name]
     with pytest.raises(InvalidArgument, match=words) as told:
-        messages(record)
+        chat_messages(record)
     assert "secret" not in str(told.value)
 
 
@@ -184,12 +184,12 @@ UNFIT = {  # a template, a chat, and words of the message
 def test_what_a_template_cannot_write_is_refused_by_name(name):
     template, chat, words = UNFIT[name]
     with pytest.raises(InvalidArgument, match=words) as told:
-        tokens(TOKENIZERS.get(template) or tokenizer(template), chat, max_length=20)
+        chat_tokens(TOKENIZERS.get(template) or tokenizer(template), chat, max_length=20)
     assert "secret" not in str(told.value)
 
 
 def test_a_template_that_is_stable_for_one_answer_is_taken_for_one():
-    found = tokens(TOKENIZERS[THINKS], [QUESTION, {"role": "assistant", "content": "goal"}], max_length=50)
+    found = chat_tokens(TOKENIZERS[THINKS], [QUESTION, {"role": "assistant", "content": "goal"}], max_length=50)
     assert [one for one in found["labels"] if one != -100] == ids_of("new goal </s>")
 
 
@@ -197,15 +197,15 @@ def test_definitions_of_tools_must_be_in_the_text():
     tools = [{"type": "function", "function": {"name": "team", "parameters": {}}}]
     chat = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "goal"}]
     with pytest.raises(InvalidArgument, match="definitions of tools"):
-        tokens(TOKENIZERS[PLAIN], chat, max_length=50, tools=tools)
+        chat_tokens(TOKENIZERS[PLAIN], chat, max_length=50, tools=tools)
     knows = tokenizer("{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}" + PLAIN)
-    found = tokens(knows, chat, max_length=50, tools=tools)
+    found = chat_tokens(knows, chat, max_length=50, tools=tools)
     assert found["input_ids"][0] == ids_of("team")[0]
     assert sum(label != -100 for label in found["labels"]) == 2
 
 
 def test_tool_calls_are_learnt():
-    chat = messages(FORMATS["tool calls"][0])
+    chat = chat_messages(FORMATS["tool calls"][0])
     for template in (PLAIN, MARKED):
         ids, learnt = encode(TOKENIZERS[template], chat)
         written = json.dumps(CALL["function"]["arguments"])
@@ -214,9 +214,9 @@ def test_tool_calls_are_learnt():
 
 
 def test_a_made_up_chat_shows_its_mask():
-    assert shown(TOKENIZERS[PLAIN]).count("[[") == 2
-    assert shown(TOKENIZERS[THINKS]).count("[[") == 1  # of a template that is stable for one answer, one answer
-    marks = [shown(TOKENIZERS[name]).count("\n") for name in (PLAIN, MARKED)]
+    assert show_chat(TOKENIZERS[PLAIN]).count("[[") == 2
+    assert show_chat(TOKENIZERS[THINKS]).count("[[") == 1  # of a template that is stable for one answer, one answer
+    marks = [show_chat(TOKENIZERS[name]).count("\n") for name in (PLAIN, MARKED)]
     assert marks == [0, 0]
     assert all(turn["role"] in ("user", "assistant") for turn in MADE_UP)
 
@@ -229,10 +229,10 @@ def test_a_slow_tokenizer_is_refused():
             return PLAIN
 
     with pytest.raises(InvalidArgument, match="a tokenizer that tells where its tokens begin"):
-        tokens(Slow(), [QUESTION, ANSWER], max_length=9)
+        chat_tokens(Slow(), [QUESTION, ANSWER], max_length=9)
 
 
 @pytest.mark.parametrize("asked", [{"max_length": 1}, {"max_length": 9, "learn": "user"}])
 def test_domains(asked):
     with pytest.raises(InvalidArgument, match=next(reversed(asked))):
-        tokens(TOKENIZERS[PLAIN], [QUESTION, ANSWER], **asked)
+        chat_tokens(TOKENIZERS[PLAIN], [QUESTION, ANSWER], **asked)

@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq
 
 import dpfunc
 from dpfunc import clipping
-from dpfunc.hf import chats
+from dpfunc.hf import chat_messages, chat_tokens, show_chat
 from dpfunc.hf import peft as adapters
 from dpfunc.hf.tasks import make_loss_fn
 
 tokenizer = AutoTokenizer.from_pretrained("model")
 rows = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
-dataset = [chats.tokens(tokenizer, chats.messages(row), max_length=16) for row in rows]
-shown = chats.shown(tokenizer)  # of a made-up chat: what is learnt stands in [[ ]]
+dataset = [chat_tokens(tokenizer, chat_messages(row), max_length=16) for row in rows]
+shown = show_chat(tokenizer)  # of a made-up chat: what is learnt stands in [[ ]]
 collate = DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=16)
 base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
 adapter = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")

@@ -98,7 +98,7 @@ class ImageTextCollator:
         return prompt + answer, [IGNORED] * len(prompt) + answer, images
 
     def _encode_chat(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
-        """The same of a chat, cut by the rule of `dpfunc.hf.chats.tokens`; its images stay."""
+        """The same of a chat, cut by the rule of `dpfunc.hf.chat_tokens`; its images stay."""
         images, image_id = self._count(sample), self.processor.image_token_id
         ids, learnt = messages_with_images(self.processor, sample)
         ids, labels = chats.cut(ids, learnt, self.max_length - self.max_images * self.tokens_per_image, (image_id,))
