@@ -77,7 +77,7 @@ def steps_of(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
         "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
         "all-reduce": lambda: sum_over(ranks, sums, params),
-        "noise": lambda: add_share(clipped, share, Turn(0, dpfunc.insecure_key(0), dpfunc.insecure_key)),
+        "noise": lambda: add_share(clipped, share, Turn(0, dpfunc.rng.insecure_key(0), dpfunc.rng.insecure_key)),
         "checksum": lambda: checksum(sums.items()),
     }
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.measure import ROOT
 from benchmarks.results import FOLDER, printed, write
-from dpfunc import clipped_grad
+from dpfunc.clipped import clipped_grad
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import insecure_key

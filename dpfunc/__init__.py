@@ -12,55 +12,53 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
-    from dpfunc import accounting, clipping, distributed, engines, errors, lora, noise, recipes, sampling
-    from dpfunc.accounting import (
-        Guarantee,
-        Ledger,
-        calibrate_batch_size,
-        calibrate_noise,
-        calibrate_steps,
-        epsilon,
-        remaining,
-    )
+    from dpfunc import accounting as accounting
+    from dpfunc import budget as budget
+    from dpfunc import checkpoint as checkpoint
+    from dpfunc import clipped as clipped
+    from dpfunc import clipping as clipping
+    from dpfunc import distributed as distributed
+    from dpfunc import engines as engines
+    from dpfunc import errors as errors
+    from dpfunc import evidence as evidence
+    from dpfunc import functional as functional
+    from dpfunc import lora as lora
+    from dpfunc import noise as noise
+    from dpfunc import recipes as recipes
+    from dpfunc import rng as rng
+    from dpfunc import sampling as sampling
+    from dpfunc import state as state
+    from dpfunc import types as types
+    from dpfunc import updates as updates
+    from dpfunc.accounting import Ledger, epsilon
     from dpfunc.batches import take
     from dpfunc.budget import Budget
     from dpfunc.checkpoint import Journal, load, save
-    from dpfunc.clipped import clipped_grad
-    from dpfunc.errors import BudgetExhausted, DPFuncError
-    from dpfunc.functional import count_batchnorm, functionalize, replace_batchnorm, with_params
-    from dpfunc.noise import add_gaussian
+    from dpfunc.functional import functionalize, with_params
     from dpfunc.plan import Plan
     from dpfunc.rehearsal import rehearse
     from dpfunc.release import release_mean
-    from dpfunc.rng import Key, fold_in, insecure_key, secure_key
-    from dpfunc.state import StepState
+    from dpfunc.rng import secure_key
     from dpfunc.step import make_dp_step
-    from dpfunc.types import ClippedSum, Event, Schedule
+    from dpfunc.updates import set_grads
 
 __all__ = [
-    "Budget", "BudgetExhausted", "ClippedSum", "DPFuncError", "Event", "Guarantee", "Journal", "Key", "Ledger",
-    "Plan", "Schedule", "StepState", "accounting", "add_gaussian", "calibrate_batch_size", "calibrate_noise",
-    "calibrate_steps", "clipped_grad", "clipping", "count_batchnorm", "distributed", "engines", "epsilon", "errors",
-    "fold_in", "functionalize", "insecure_key", "load", "lora", "make_dp_step", "noise", "recipes", "rehearse",
-    "release_mean", "remaining", "replace_batchnorm", "sampling", "save", "secure_key", "take", "with_params",
+    "Budget", "Journal", "Ledger", "Plan", "epsilon", "functionalize", "load", "make_dp_step", "rehearse",
+    "release_mean", "save", "secure_key", "set_grads", "take", "with_params",
 ]  # fmt: skip
 
 _HOMES = {
-    "accounting": "Guarantee Ledger calibrate_batch_size calibrate_noise calibrate_steps epsilon remaining",
+    "accounting": "Ledger epsilon",
     "batches": "take",
     "budget": "Budget",
     "checkpoint": "Journal load save",
-    "clipped": "clipped_grad",
-    "errors": "BudgetExhausted DPFuncError",
-    "functional": "count_batchnorm functionalize replace_batchnorm with_params",
-    "noise": "add_gaussian",
+    "functional": "functionalize with_params",
     "plan": "Plan",
     "rehearsal": "rehearse",
     "release": "release_mean",
-    "rng": "Key fold_in insecure_key secure_key",
-    "state": "StepState",
+    "rng": "secure_key",
     "step": "make_dp_step",
-    "types": "ClippedSum Event Schedule",
+    "updates": "set_grads",
 }  # module -> the public names that it defines
 
 

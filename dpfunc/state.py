@@ -390,8 +390,7 @@ def check_repeated(state: StepState, release: str) -> None:
 _UNCHANGED = (
     "dp_step got the parameters of its first step again, with nothing written into them{}: each step spends budget, "
     "and so far none changes anything. An optimizer takes params.values(), of functionalize or lora.attach, not "
-    "model.parameters(), and reads .grad: p.grad = grads[name] for each name, p in params.items(), then "
-    "optimizer.step()."
+    "model.parameters(), and reads .grad: dpfunc.set_grads(params, grads), then optimizer.step()."
 )
 _logger = logging.getLogger("dpfunc.step")
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import loop_clipped_sum
 
-from dpfunc import clipped_grad, clipping
+from dpfunc import clipping
+from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.rules import SLACK, group_bounds, partition
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpfunc
-from dpfunc import Journal, Plan, clipping, engines, insecure_key, sampling, take
+from dpfunc import Journal, Plan, clipping, engines, sampling, take
 from dpfunc.engines.audit import rounded_params
+from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 
 IDS, LABELS = torch.randint(11, (12, 6)), torch.randint(3, (12,))

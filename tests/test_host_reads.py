@@ -87,7 +87,7 @@ def job(lora, journal, batches=4, device="cpu", **options):
     torch.manual_seed(0)
     model = Net().to(device)
     if lora:
-        adapter = dpfunc.lora.attach(model, dpfunc.insecure_key(0), targets="wide|head", rank=2, alpha=2.0)
+        adapter = dpfunc.lora.attach(model, dpfunc.rng.insecure_key(0), targets="wide|head", rank=2, alpha=2.0)
         forward, params = adapter.forward, adapter.params
     else:
         forward, params = dpfunc.functionalize(model)
@@ -143,7 +143,7 @@ def test_when_the_mark_is_read_changes_no_bit(spoilt):
         lambda params, rows: inner(params, rows[0]) * rows[1][:, 0], dpfunc.clipping.Flat(1.0),
         engine=dpfunc.engines.auto(),
     )  # fmt: skip
-    run = lambda start: clipped_grad(params, (batch[start:], scale[start:]), key=dpfunc.insecure_key(0))
+    run = lambda start: clipped_grad(params, (batch[start:], scale[start:]), key=dpfunc.rng.insecure_key(0))
     late, reading = run(0), clipped_grad._microbatches.late_mark.early
     early, alone = run(0), run(spoilt)
     assert reading == (spoilt > 0)

@@ -8,12 +8,12 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import dpfunc
-from dpfunc import Ledger, StepState, clipping, sampling
+from dpfunc import Ledger, clipping, sampling
 from dpfunc._utils.memory import in_use
 from dpfunc.errors import InvalidArgument, RunWarning
-from dpfunc.state import replay
+from dpfunc.state import StepState, replay
 
-KEY = dpfunc.insecure_key(31)
+KEY = dpfunc.rng.insecure_key(31)
 STEPS = 8
 
 
@@ -167,7 +167,7 @@ def taken(name, retried=False, steps=4, view=False):
         indices = dp_step.plan.draw(state, state.step).tolist()
         batch = torch.stack([data[i][0] for i in indices]), torch.tensor([data[i][1] for i in indices])
         if retried:
-            with pytest.raises(dpfunc.DPFuncError):
+            with pytest.raises(dpfunc.errors.DPFuncError):
                 dp_step(params, (batch[0][:0], batch[1][:0]), state)
         grads, state, _ = dp_step({n: p.detach() for n, p in params.items()} if view else params, batch, state)
         params = update(params, grads)

@@ -9,9 +9,11 @@ from cases import GROUPINGS, RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc import Event, Ledger, Plan, Schedule, clipping, sampling
+from dpfunc import Ledger, Plan, clipping, sampling
+from dpfunc.accounting import Event
 from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning
+from dpfunc.types import Schedule
 
 GOOD = {
     "sampler": sampling.Poisson(1000, 0.05),

@@ -258,7 +258,7 @@ def test_a_run_of_a_recipe_with_views_and_an_average():
 
     def run(loss, views):
         params, seen, dp_step = {"w": torch.zeros(3, 2)}, [], dpfunc.make_dp_step(loss, plan)
-        state = replay(dp_step.init(params, dpfunc.insecure_key(71)))
+        state = replay(dp_step.init(params, dpfunc.rng.insecure_key(71)))
         for batch in plan.loader(dataset, state, views=views):
             grads, state, _ = dp_step(params, batch, state)
             params = {"w": params["w"] - 0.1 * grads["w"]}
@@ -350,7 +350,7 @@ def test_probabilities_are_better_than_the_shares_of_the_classes(share):
         lambda params, batch: cross_entropy(forward(params, batch[0]), batch[1], reduction="none"), found.plan()
     )
     with pytest.warns(InsecureKeyWarning):
-        state = dp_step.init(params, key=dpfunc.insecure_key(72000 + int(10 * share)))
+        state = dp_step.init(params, key=dpfunc.rng.insecure_key(72000 + int(10 * share)))
     optimizer = found.optimizer(params.values())
     scheduler = found.scheduler(optimizer)
     for indices in dp_step.plan.batches(state):

@@ -107,7 +107,7 @@ def test_a_loss_that_cannot_be_differentiated():
 
 def test_a_run_after_it_is_the_same(tmp_path):
     """Its parameters, its journal and its random numbers."""
-    key, found = dpfunc.insecure_key(8), []
+    key, found = dpfunc.rng.insecure_key(8), []
     for rehearsed in (False, True):
         torch.manual_seed(0)
         plan = step().plan
@@ -116,7 +116,7 @@ def test_a_run_after_it_is_the_same(tmp_path):
         data = records()
         if rehearsed:
             dpfunc.rehearse(dp_step, PARAMS, data, evaluate=lambda params: torch.rand(1), reload=dict)
-        replay(dpfunc.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
+        replay(dpfunc.state.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
         state, params = dp_step.init(PARAMS, key), PARAMS
         for batch in plan.loader(data, state):
             grads, state, _ = dp_step(params, batch, state)

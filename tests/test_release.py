@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dpfunc
-from dpfunc import BudgetExhausted, state
+from dpfunc import state
 from dpfunc.checkpoint import journal_ledger
-from dpfunc.errors import InvalidArgument, LedgerConflict, StateReused
+from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, StateReused
 
 FACTS = {"bound": 1.0, "noise_multiplier": 2.0, "delta": 1e-5, "dataset_size": 50}
 
@@ -19,13 +19,13 @@ def released(values, seed=0, **changes):
     """Each release stands for one of another process: of two, the same noise is in the difference."""
     state._next_release.clear()
     state._digests.clear()
-    return dpfunc.release_mean(values, **{**FACTS, "key": dpfunc.insecure_key(seed), **changes})
+    return dpfunc.release_mean(values, **{**FACTS, "key": dpfunc.rng.insecure_key(seed), **changes})
 
 
 def test_a_key_serves_one_release():
     released(torch.ones(50))
     with pytest.raises(StateReused):
-        dpfunc.release_mean(torch.zeros(50), key=dpfunc.insecure_key(0), **FACTS)
+        dpfunc.release_mean(torch.zeros(50), key=dpfunc.rng.insecure_key(0), **FACTS)
 
 
 def test_noise_has_the_promised_scale():

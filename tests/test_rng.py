@@ -16,10 +16,10 @@ from new_python import python
 from run_cases import DATA, PLAN
 
 import dpfunc
-from dpfunc import Key, fold_in, insecure_key, load, make_dp_step, secure_key, take
+from dpfunc import load, make_dp_step, secure_key, take
 from dpfunc.checkpoint._resume_policy import History
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument
-from dpfunc.rng import process_mark
+from dpfunc.rng import Key, fold_in, insecure_key, process_mark
 
 
 def test_a_run_with_a_key_that_everybody_knows_says_so():

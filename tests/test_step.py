@@ -11,22 +11,11 @@ from cases import as_batch, flat, linear_loss, params, random_rows
 from scipy import stats
 from torch.nn import functional as F
 
-from dpfunc import (
-    BudgetExhausted,
-    Event,
-    Journal,
-    Ledger,
-    Plan,
-    Schedule,
-    clipping,
-    insecure_key,
-    make_dp_step,
-    sampling,
-    secure_key,
-    take,
-)
+from dpfunc import Journal, Ledger, Plan, clipping, make_dp_step, sampling, secure_key, take
+from dpfunc.accounting import Event
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import (
+    BudgetExhausted,
     InvalidArgument,
     LedgerConflict,
     NoGradientWarning,
@@ -35,7 +24,9 @@ from dpfunc.errors import (
     StateReused,
     UnsupportedModel,
 )
+from dpfunc.rng import insecure_key
 from dpfunc.state import replay
+from dpfunc.types import Schedule
 
 DATA = as_batch(random_rows(0, 100))
 

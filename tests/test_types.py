@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfunc import Event, Ledger, Schedule
-from dpfunc.accounting import compose, schedule_ledger
+from dpfunc import Ledger
+from dpfunc.accounting import Event, compose, schedule_ledger
 from dpfunc.errors import InvalidArgument
-from dpfunc.types import schedule_at
+from dpfunc.types import Schedule, schedule_at
 
 GOOD = {"sampling_prob": 0.01, "noise_multiplier": 1.0, "num_steps": 1000}
 BAD = {

@@ -244,7 +244,7 @@ def way_of_a_batch() -> list[str]:
     step = dpfunc.make_dp_step(loss_fn, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InsecureKeyWarning)  # the same draws and audits in each run
-        state = step.init(params, key=dpfunc.insecure_key(9120))
+        state = step.init(params, key=dpfunc.rng.insecure_key(9120))
     data = {"x": torch.randn(640, 4)}
     reached: dict[str, None] = {}
 

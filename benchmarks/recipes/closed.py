@@ -1,7 +1,7 @@
 """Clipped training of linear heads, many at once, or of a network with one hidden layer, in closed form.
 
 For comparisons, nothing else: no generator here is fit for privacy. `tests/benchmarks/test_recipes.py` compares the
-clipped sums with `dpfunc.clipped_grad`.
+clipped sums with `dpfunc.clipped.clipped_grad`.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def prepared(case: Case) -> Subject:
     subject = case.subject()
     module = subject.module
     if case.trained == "GroupNorm":
-        module = dpfunc.replace_batchnorm(module, max_groups=4)
+        module = dpfunc.functional.replace_batchnorm(module, max_groups=4)
     module.train(case.mode == "train")
     with torch.no_grad():
         for parameter in module.parameters():

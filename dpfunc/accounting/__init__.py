@@ -38,7 +38,7 @@ from dpfunc.accounting.requirements import (
     suggest_delta,
 )
 from dpfunc.accounting.selection import RunCount, calibrate_search, selection_epsilon
-from dpfunc.types import Allocated, Capped
+from dpfunc.types import Allocated, Capped, Event
 
 __all__ = [
     "DELTA_TABLE",
@@ -51,6 +51,7 @@ __all__ = [
     "DiscreteGaussian",
     "DiscreteLaplace",
     "EpsilonMeaning",
+    "Event",
     "Exponential",
     "Guarantee",
     "Laplace",

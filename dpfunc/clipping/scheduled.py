@@ -44,7 +44,7 @@ class Scheduled(Stateless):
         known = is_dataclass(self.rule) and not isinstance(self.rule, type) and not hasattr(self.rule, "at")
         expect(known, "a rule with one bound over the run, e.g. clipping.Flat(1.0)", "rule", self.rule)
         if not isinstance(self.scale, Schedule):
-            raise wrong_type("scale to be a dpfunc.Schedule", "scale", self.scale)
+            raise wrong_type("scale to be a dpfunc.types.Schedule", "scale", self.scale)
         for step in self.scale.starts():
             self.at(step, None)
 

@@ -67,8 +67,8 @@ def check_model(model: nn.Module) -> ModelCheck:
     with suppress(UnsupportedModel):
         task = infer_task(model)
     advice = {
-        f"{batchnorms} BatchNorm layers: dpfunc.replace_batchnorm(model) makes them GroupNorm. Frozen statistics of "
-        "public data are fine too: model.eval().": batchnorms > 0,
+        f"{batchnorms} BatchNorm layers: dpfunc.functional.replace_batchnorm(model) makes them GroupNorm. Frozen "
+        "statistics of public data are fine too: model.eval().": batchnorms > 0,
         "The load-balancing loss of the experts is a mean over the batch, and is not used.": experts,
         "The first layer normalises over all of a recording, padding included: pad all recordings to one public length "
         '(padding="max_length"), or a record changes the gradients of others by its length.':

@@ -151,7 +151,7 @@ def _check_once(key: Key, sums: int, std_of: Mapping[str, float], source: Source
     if _releases.setdefault(fingerprint(key), release) != release:
         raise StateReused(
             "This key has released other values before: both have the same noise, and their difference has none. Take "
-            'a key for each release, e.g. dpfunc.fold_in(key, "release", number). Nothing was released.'
+            'a key for each release, e.g. dpfunc.rng.fold_in(key, "release", number). Nothing was released.'
         )
 
 

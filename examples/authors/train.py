@@ -80,14 +80,14 @@ def group_as_one(plan: dpfunc.Plan, k: int) -> float:
     """
     event = plan.events(0, 1)[0]
     at_least_one = 1 - (1 - event.sampling_prob) ** k
-    group = dpfunc.Event(at_least_one, event.noise_multiplier / k, plan.num_steps)
+    group = dpfunc.accounting.Event(at_least_one, event.noise_multiplier / k, plan.num_steps)
     return dpfunc.epsilon(dpfunc.Ledger((group,)), plan.delta, "rdp").epsilon
 
 
 def train(
-    loss_fn: Any, plan: dpfunc.Plan, batches: Any, params: dict[str, Tensor], lr: float, key: dpfunc.Key,
+    loss_fn: Any, plan: dpfunc.Plan, batches: Any, params: dict[str, Tensor], lr: float, key: dpfunc.rng.Key,
     processes: Processes,
-) -> tuple[dict[str, Tensor], dpfunc.StepState]:  # fmt: skip
+) -> tuple[dict[str, Tensor], dpfunc.state.StepState]:  # fmt: skip
     """The loop; `batches` gives the batch of some indices."""
     params = {name: param.clone().requires_grad_() for name, param in params.items()}
     optimizer = torch.optim.Adam(list(params.values()), lr=lr)
@@ -95,8 +95,7 @@ def train(
     state = dp_step.init(params, key)
     for indices in plan.batches(state, processes.ranks):
         grads, state, _ = dp_step(params, batches(indices), state)
-        for name, param in params.items():
-            param.grad = grads[name]
+        dpfunc.set_grads(params, grads)
         optimizer.step()
     return {name: param.detach() for name, param in params.items()}, state
 
@@ -137,7 +136,7 @@ def main(
         processes.first(lambda: load_table(data_name))  # downloads
         table = load_table(data_name)
         train_rows, test_rows = split(table, 0.2)
-        public_key = dpfunc.insecure_key(0)  # which texts of an author are used is no secret
+        public_key = dpfunc.rng.insecure_key(0)  # which texts of an author are used is no secret
         persons = group_by_person([table.authors[r] for r in train_rows], max_texts=max_texts, key=public_key)
         clip = clipping.Flat(1.0)
         by_author = dpfunc.Plan.for_budget(
@@ -146,7 +145,7 @@ def main(
         )  # fmt: skip
         sampler = dpfunc.sampling.Poisson(len(train_rows), by_author.events(0, 1)[0].sampling_prob)
         by_text = dpfunc.Plan(sampler, clip, by_author.noise_multiplier, steps, delta)
-    except (DataError, FetchError, dpfunc.DPFuncError) as error:
+    except (DataError, FetchError, dpfunc.errors.DPFuncError) as error:
         raise click.ClickException(str(error)) from error
     x_NW, labels_N = features(table.texts), torch.tensor(table.labels)
     texts, test = ({"x": x_NW[rows], "labels": labels_N[rows]} for rows in (train_rows, test_rows))
@@ -160,7 +159,9 @@ def main(
         ("mail", by_text, sample_loss, partial(dpfunc.take, texts)),
         ("author", by_author, mean_over_texts(sample_loss), partial(persons.batch, texts)),
     ):
-        found, state = train(partial(loss, forward), plan, batches, params, lr, dpfunc.fold_in(key, unit), processes)
+        found, state = train(
+            partial(loss, forward), plan, batches, params, lr, dpfunc.rng.fold_in(key, unit), processes
+        )
         spent = state.ledger.epsilon(delta).epsilon
         claims = {str(k): epsilon_of_group(plan, k) if unit == "mail" and k > 1 else spent for k in TEXTS}
         scores = accuracies(forward, found, test, test_authors)

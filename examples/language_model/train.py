@@ -67,7 +67,7 @@ def prepare(
     for texts in read_texts(limit, test):
         ids, labels = tokenize(language, texts, length)
         parts.append({"inputs_embeds": run_lower(lower, ids, quiet), "labels": labels})
-    start = dpfunc.insecure_key(0)  # where the adapters start is public
+    start = dpfunc.rng.insecure_key(0)  # where the adapters start is public
     adapter = dpfunc.lora.attach(upper, start, targets=TARGETS, rank=rank, alpha=2 * rank, train="B")
     return Task(adapter, make_loss_fn(adapter.forward, "causal_lm"), *parts)
 
@@ -89,8 +89,7 @@ def optimizer_of(params: dict[str, Tensor], lr: float, num_steps: int) -> Callab
     def apply(grads: dict[str, Tensor], step: int) -> None:
         for group in adam.param_groups:
             group["lr"] = lr * (1 - step / num_steps)
-        for name, param in params.items():
-            param.grad = grads[name]
+        dpfunc.set_grads(params, grads)
         adam.step()
 
     return apply
@@ -117,8 +116,8 @@ def train_plain(task: Task, lr: float, num_steps: int, batch_size: int) -> dict[
 
 
 def train_private(
-    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, processes: Processes
-) -> tuple[dict[str, Tensor], dpfunc.StepState]:
+    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.rng.Key, processes: Processes
+) -> tuple[dict[str, Tensor], dpfunc.state.StepState]:
     """The loop of the library."""
     params = start_of(task)
     apply = optimizer_of(params, lr, plan.num_steps)
@@ -199,7 +198,7 @@ def main(
             )
             for budget in epsilon
         ]  # fmt: skip
-    except (FetchError, dpfunc.DPFuncError) as error:
+    except (FetchError, dpfunc.errors.DPFuncError) as error:
         raise click.ClickException(str(error)) from error
     trained = sum(param.numel() for param in task.adapter.params.values())
     processes.say(f"{n} training and {test_size} test documents of {length} tokens; {trained:,} trained parameters.")
@@ -217,7 +216,7 @@ def main(
         add("non-private twin", train_plain(task, lr, steps, batch_size), None, since)
     for plan in plans:
         since = time.perf_counter()
-        params, state = train_private(task, plan, lr, dpfunc.fold_in(key, f"epsilon {plan.epsilon:g}"), processes)
+        params, state = train_private(task, plan, lr, dpfunc.rng.fold_in(key, f"epsilon {plan.epsilon:g}"), processes)
         add(f"DP-LoRA, epsilon {plan.epsilon:g}", params, state.ledger.epsilon(delta).epsilon, since)
     distributed.shutdown()
     if not processes.writes:

@@ -86,12 +86,11 @@ def train_plain(task: Task, lr: float, epochs: int, seed: int) -> Rows:
 
 
 def descend(
-    dp_step: Any, params: Rows, rows: Rows, state: dpfunc.StepState, optimizer: torch.optim.Optimizer
-) -> tuple[dpfunc.StepState, dpfunc.types.Unreleased]:
+    dp_step: Any, params: Rows, rows: Rows, state: dpfunc.state.StepState, optimizer: torch.optim.Optimizer
+) -> tuple[dpfunc.state.StepState, dpfunc.types.Unreleased]:
     """One private step: its gradients are those of any optimizer."""
     grads, state, unreleased = dp_step(params, rows, state)
-    for name, param in params.items():
-        param.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
     return state, unreleased
 
@@ -99,7 +98,7 @@ def descend(
 def verify(task: Task, plan: dpfunc.Plan, lr: float, steps: int = 2) -> Replay:
     """A replay of the first steps on neighbouring data: nothing but the clipped sum moves."""
 
-    def init(dp_step: Any, data: Rows, key: dpfunc.Key) -> dict[str, Any]:
+    def init(dp_step: Any, data: Rows, key: dpfunc.rng.Key) -> dict[str, Any]:
         params = {n: p.clone().requires_grad_() for n, p in task.params.items()}
         optimizer, set_rate = adam(task, params, lr, plan.num_steps)
         return {"params": params, "state": dp_step.init(params, key), "optimizer": optimizer, "set_rate": set_rate}
@@ -131,7 +130,7 @@ class Run:
     """
 
     params: Rows
-    state: dpfunc.StepState
+    state: dpfunc.state.StepState
     curve: list[tuple[int, float]]
     spent: list[tuple[int, float]]
     norms: list[float]
@@ -140,7 +139,7 @@ class Run:
 
 
 def train_private(
-    name: str, task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, processes: Processes, *, unit: str,
+    name: str, task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.rng.Key, processes: Processes, *, unit: str,
     not_covered: list[str], folder: Path | None = None, resume: bool = False, twin: float | None = None,
     microbatch_size: int | str = 32,
 ) -> Run:  # fmt: skip

@@ -36,9 +36,9 @@ class Processes:
         found: T = json.loads(object_collectives.shared(json.dumps(values).encode(), self.ranks))
         return found
 
-    def key(self, insecure_seed: int | None) -> dpfunc.Key:
+    def key(self, insecure_seed: int | None) -> dpfunc.rng.Key:
         """One key for all, fresh unless somebody wants to guess it."""
-        key = dpfunc.secure_key() if insecure_seed is None else dpfunc.insecure_key(insecure_seed)
+        key = dpfunc.secure_key() if insecure_seed is None else dpfunc.rng.insecure_key(insecure_seed)
         return key if self.ranks is None else distributed.shared_key(self.ranks, key)
 
 

@@ -118,7 +118,7 @@ def main(
             epsilon=epsilon, delta=delta, dataset_size=n, expected_batch_size=min(batch_size, n), num_steps=steps,
             clip=clipping.Automatic() if clip_norm is None else clipping.Flat(clip_norm),
         )  # fmt: skip
-    except (DataError, FetchError, ModelError, dpfunc.DPFuncError, OSError) as error:
+    except (DataError, FetchError, ModelError, dpfunc.errors.DPFuncError, OSError) as error:
         raise click.ClickException(str(error)) from error
     processes.say(describe(data, plan, batch_size))
     folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -135,7 +135,7 @@ def main(
     upper = Upper(encoder, first_layer, len(data.classes)).eval()
     key = processes.key(insecure_seed)
     adapter = dpfunc.lora.attach(  # where the adapters start is public
-        upper, dpfunc.insecure_key(seed), targets=r"query|value", rank=rank, alpha=rank, train="B", also_train=HEAD
+        upper, dpfunc.rng.insecure_key(seed), targets=r"query|value", rank=rank, alpha=rank, train="B", also_train=HEAD
     )
     lora, head = task_of(adapter.forward, adapter.params, parts), head_only(upper, parts)
     test_size = len(data.test.texts)
@@ -145,7 +145,7 @@ def main(
         since = time.perf_counter()
         try:
             name, task, params, run = step()
-        except dpfunc.DPFuncError as error:
+        except dpfunc.errors.DPFuncError as error:
             raise click.ClickException(str(error)) from error
         score, count = accuracy(task, params, task.test), sum(p.numel() for p in params.values())
         spent = epsilons(None if run is None else run.state.ledger, delta)
@@ -217,7 +217,7 @@ def head_only(upper: Upper, parts: list[Rows]) -> Task:
 
 
 def phases(
-    lora: Task, head: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, resume: bool, seed: int,
+    lora: Task, head: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.rng.Key, folder: Path, resume: bool, seed: int,
     smoke: bool, processes: Processes,
 ) -> Iterator[Callable[[], tuple[str, Task, Rows, Run | None]]]:  # fmt: skip
     """The three trainings of the table, in order; the last one is the result."""
@@ -229,7 +229,7 @@ def phases(
         return "non-private twin (LoRA)", lora, params, None
 
     def private(name: str, task: Task, own: dpfunc.Plan, **options: Any) -> tuple[str, Task, Rows, Run]:
-        secret = dpfunc.fold_in(key, "head" if task is head else "lora")
+        secret = dpfunc.rng.fold_in(key, "head" if task is head else "lora")
         run = train_private(
             name, task, own, lr, secret, processes, unit="one text", not_covered=[VALIDATION], **options
         )  # fmt: skip

@@ -101,17 +101,17 @@ def main(
     try:
         processes = join()
         data, encoder, rows = inputs(processes, smoke)
-    except (FetchError, OSError, dpfunc.DPFuncError) as error:
+    except (FetchError, OSError, dpfunc.errors.DPFuncError) as error:
         raise click.ClickException(str(error)) from error
     model = VisionLanguage(encoder, data.texts, data.answers, rows["train"]["features"].shape[-1], seed).eval()
     adapter = dpfunc.lora.attach(
-        model, dpfunc.insecure_key(seed), targets=TARGETS, rank=rank, alpha=rank, train="B", also_train=TRAINED
+        model, dpfunc.rng.insecure_key(seed), targets=TARGETS, rank=rank, alpha=rank, train="B", also_train=TRAINED
     )
     task = task_of(adapter.forward, adapter.params, rows)
     n = len(data.train.pixels)
     try:
         plan = make_plan(adapter.params, epsilon=epsilon, delta=delta, n=n, batch=batch_size, steps=steps)
-    except dpfunc.DPFuncError as error:
+    except dpfunc.errors.DPFuncError as error:
         raise click.ClickException(str(error)) from error
     processes.say(describe(data, plan, time.perf_counter() - start))
     folder = resume or out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -130,7 +130,7 @@ def main(
             score = accuracy(trained, params, trained.test)
             table.append(Row(name, score, num_test, *spent, count, seconds, memory.mib()))
             memory.reset()
-    except dpfunc.DPFuncError as error:
+    except dpfunc.errors.DPFuncError as error:
         raise click.ClickException(str(error)) from error
     settings["seconds"] = time.perf_counter() - start
     distributed.shutdown()
@@ -168,7 +168,7 @@ def describe(data: ImageQuestions, plan: dpfunc.Plan, seconds: float) -> str:
 
 
 def phases(
-    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.Key, folder: Path, plain_lr: float, epochs: int,
+    task: Task, plan: dpfunc.Plan, lr: float, key: dpfunc.rng.Key, folder: Path, plain_lr: float, epochs: int,
     seed: int, resume: bool, processes: Processes,
 ) -> Iterator[tuple[str, Task, Rows, Run | None, float]]:  # fmt: skip
     """The trainings of the table, in order; the last one is the result. Each with its time."""

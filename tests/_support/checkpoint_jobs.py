@@ -12,9 +12,11 @@ import torch.distributed as dist
 from jobs import NUM_RECORDS, data, loss_fn, params, plan
 from noise_cases import remembering
 
-from dpfunc import DPFuncError, Journal, distributed, insecure_key, make_dp_step, sampling, take
+from dpfunc import Journal, distributed, make_dp_step, sampling, take
 from dpfunc import load as read_checkpoint
 from dpfunc import save as write_checkpoint
+from dpfunc.errors import DPFuncError
+from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 from dpfunc.step import DPStep
 

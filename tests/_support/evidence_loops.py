@@ -220,7 +220,7 @@ class OnHalf(Gaussian):
 class Reused(Gaussian):
     def mechanism(self, run):
         init, add, _ = super().mechanism(run)
-        same = Turn(0, dpfunc.insecure_key(5), dpfunc.insecure_key)
+        same = Turn(0, dpfunc.rng.insecure_key(5), dpfunc.rng.insecure_key)
         return Mechanism(init, lambda clipped, state, turn: add(clipped, state, same))
 
 
@@ -266,14 +266,14 @@ def audited(seed, changes, options, score, guesses, count=2000):
     params = {"w": torch.zeros(48, 48), "b": torch.zeros(48)}
     sampler = settings.pop("sampler")(len(data) + count, settings.pop("sampling_prob"))
     plan = dpfunc.Plan(sampler, clipping.Flat(1.0), delta=1e-5, **settings)
-    canaries = Canaries.draw(params, count, dpfunc.insecure_key(seed))
+    canaries = Canaries.draw(params, count, dpfunc.rng.insecure_key(seed))
 
     def loss_fn(params, x):
         return (torch.nn.functional.linear(x, params["w"], params["b"]) - 1).square().sum(1)
 
     dp_step = dpfunc.make_dp_step(canaries.loss(loss_fn), plan, microbatch_size=512, **options)
     records, reads = canaries.extend(data), []
-    state = dp_step.init(params, dpfunc.insecure_key(1_000_000 + seed))
+    state = dp_step.init(params, dpfunc.rng.insecure_key(1_000_000 + seed))
     for indices in plan.batches(state):
         grads, state, _ = dp_step(params, dpfunc.take(records, indices), state)
         reads.append(canaries.read(grads))

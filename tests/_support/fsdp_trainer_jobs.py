@@ -48,7 +48,7 @@ MODELS = {"full": writer, "adapter": in_bfloat16, "stopped": writer}
 
 def trainer_of(kind, folder, seed=10, model=None, callbacks=None, **changes):
     """A run over texts of different lengths, whose draws have two records on average."""
-    key = dpfunc.insecure_key(KEYS[kind])
+    key = dpfunc.rng.insecure_key(KEYS[kind])
     again(key)
     settings = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": STEPS, "weight_decay": 0.1,

@@ -135,7 +135,7 @@ def one_step_of(trouble):
     with mock.patch("dpfunc.step.installed", return_value={**installed(), **own.get("versions", {})}):
         try:
             grads, after, _ = dp_step(current, take(records, indices), state)
-        except (dpfunc.DPFuncError, RuntimeError, ValueError, OSError) as error:
+        except (dpfunc.errors.DPFuncError, RuntimeError, ValueError, OSError) as error:
             if "stalls" in trouble:
                 open(trouble["stalls"], "w").close()
             again = None

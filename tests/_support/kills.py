@@ -182,7 +182,7 @@ def loop(folder: Path, told: Told, start: dict[str, torch.Tensor], ranks: Any) -
             raise
         if read_steps(journal.path, missing="empty"):
             raise RuntimeError("steps were released before the first checkpoint was whole") from error
-        state = dp_step.init(params, dpfunc.insecure_key(3))
+        state = dp_step.init(params, dpfunc.rng.insecure_key(3))
         save(place, state=state, optimizer_state=optimizer.state_dict(), keep=1, **common)
     else:
         state = saved.state
@@ -215,7 +215,7 @@ def by_trainer(folder: Path, told: Told) -> str:
     model = classifier()
     trainer = DPTrainer(
         model, arguments, privacy=privacy, train_dataset=labelled(), callbacks=[counting(told)],
-        key=dpfunc.insecure_key(3),
+        key=dpfunc.rng.insecure_key(3),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=True)
     return digest({name: p for name, p in model.named_parameters() if p.requires_grad})

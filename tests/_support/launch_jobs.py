@@ -27,7 +27,7 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train import generate
 
-KEY = dpfunc.insecure_key(2106)
+KEY = dpfunc.rng.insecure_key(2106)
 END = "=== another part begins here"
 PRIVACY = PrivacyArguments(
     dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="auto", dp_log_unreleased=True
@@ -69,7 +69,7 @@ def sharded_loader(ranks):
     plan = jobs.plan(sampler=sampling.Poisson(jobs.NUM_RECORDS, 0.5))
     dp_step, data = dpfunc.make_dp_step(jobs.loss_fn, plan, ranks=ranks), jobs.data()
     records = [{name: value[i] for name, value in data.items()} for i in range(jobs.NUM_RECORDS)]
-    begun = dp_step.init(jobs.params(), dpfunc.insecure_key(2150))
+    begun = dp_step.init(jobs.params(), dpfunc.rng.insecure_key(2150))
     batch = next(iter(Accelerator(cpu=True).prepare(plan.loader(records, begun))))
     return caught(dp_step, jobs.params(), batch, begun)
 

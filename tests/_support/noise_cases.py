@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpfunc import Event, Plan, Schedule, clipping, noise
+from dpfunc import Plan, clipping, noise
+from dpfunc.accounting import Event
 from dpfunc.sampling import CyclicPoisson, InOrder, Poisson, Shuffled, ShuffledOnce
-from dpfunc.types import schedule_at
+from dpfunc.types import Schedule, schedule_at
 
 NUM_RECORDS, STEPS = 12, 5  # an odd number: half of the records are in one batch more
 ALL_RECORDS = Poisson(NUM_RECORDS, 1.0)

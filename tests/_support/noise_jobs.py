@@ -10,7 +10,9 @@ from checkpoint_jobs import placed, whole
 from jobs import data, loss_fn
 from noise_cases import MECHANISMS, NUM_RECORDS, STEPS
 
-from dpfunc import DPFuncError, Journal, insecure_key, load, make_dp_step, save, take
+from dpfunc import Journal, load, make_dp_step, save, take
+from dpfunc.errors import DPFuncError
+from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 
 RECORDS = take(data(), torch.arange(NUM_RECORDS))

@@ -149,7 +149,7 @@ def plain_loop(model, data, collate, plan, key, make_optimizer, microbatch_size=
 
 def again(key):
     """The same run once more in this process, on the same data."""
-    replay(dpfunc.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
+    replay(dpfunc.state.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
 
 
 def trained(model):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import dpfunc
-from dpfunc import DPFuncError, clipping, sampling, secure_key
+from dpfunc import clipping, sampling, secure_key
 from dpfunc._utils.memory import out_of_memory
 from dpfunc.engines._levels import of_rows
-from dpfunc.errors import OutOfMemory
+from dpfunc.errors import DPFuncError, OutOfMemory
 
 HUGE = 2**50
 ROWS = 8

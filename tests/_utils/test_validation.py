@@ -31,7 +31,7 @@ CALLS = {  # called with a keyword of another library -> how the advice begins
                        "noise_multiplier": "dp_noise_multiplier", "per_sample_max_grad_norm": "dp_max_grad_norm"},
     clipping.Flat: {"max_grad_norm": "clip_norm", "l2_norm_clip": "clip_norm"},
     sampling.Poisson: {"batch_size": SIZE, "sample_rate": "sampling_prob"},
-    dpfunc.calibrate_noise: {"target_epsilon": "epsilon", "epochs": STEPS},
+    dpfunc.accounting.calibrate_noise: {"target_epsilon": "epsilon", "epochs": STEPS},
 }  # fmt: skip
 
 

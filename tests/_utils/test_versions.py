@@ -56,13 +56,13 @@ torch.manual_seed(0)
 from dpfunc import clipping, engines
 model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(),
                             torch.nn.Linear(4 * 36, 3))
-forward, params = dpfunc.functionalize(dpfunc.replace_batchnorm(model))
+forward, params = dpfunc.functionalize(dpfunc.functional.replace_batchnorm(model))
 batch = {"x": torch.arange(320.0).sin().reshape(5, 1, 8, 8), "y": torch.zeros(5, dtype=torch.long)}
 def loss_fn(params, batch):
     return F.cross_entropy(forward(params, batch["x"]), batch["y"], reduction="none")
 sums = []
 for engine in (engines.loop(), engines.vmap(), engines.auto(), engines.ghost()):
-    clipped, _ = dpfunc.clipped_grad(loss_fn, params, batch, clipping.Flat(1.0), engine=engine)
+    clipped, _ = dpfunc.clipped.clipped_grad(loss_fn, params, batch, clipping.Flat(1.0), engine=engine)
     sums.append(torch.cat([clipped.sums[name].flatten() for name in params]))
 print(all(torch.allclose(sums[0], each, atol=1e-5) for each in sums), float(sums[0].norm()) > 0)
 """

@@ -26,7 +26,7 @@ def clipped_sums(module, x, y, clip):
     def loss_fn(params, batch):
         return torch.nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
 
-    return dpfunc.clipped_grad(loss_fn, params, (x, y), clip)[0].sums
+    return dpfunc.clipped.clipped_grad(loss_fn, params, (x, y), clip)[0].sums
 
 
 def test_the_closed_form_of_heads_is_the_clipped_sum():

@@ -171,7 +171,7 @@ def test_facts_are_checked(tmp_path, wrong):
 def test_two_runs_of_one_name_are_not_one(tmp_path):
     budget = of(made(tmp_path, spenders=["ana", "ben"]), "a")
     budget.reserve(steps(10), "a", unit=UNIT)
-    for planned, key in ((steps(10), "b"), (steps(11), "a"), (steps(10), dpfunc.insecure_key(0))):
+    for planned, key in ((steps(10), "b"), (steps(11), "a"), (steps(10), dpfunc.rng.insecure_key(0))):
         with pytest.raises(LedgerConflict, match="another key, plan or spender"):
             budget.reserve(planned, key, unit=UNIT)
     with pytest.raises(LedgerConflict, match="spender \\('ana'\\)"):  # two people, who have one script
@@ -231,7 +231,7 @@ def run(budget, folder, key, stop=None):
 
 def test_a_loop_reserves_and_settles(tmp_path):
     """A run that was killed is charged whole, then what its journal says; a resumed one makes the plan it began with."""
-    budget, key = made(tmp_path), dpfunc.insecure_key(1)
+    budget, key = made(tmp_path), dpfunc.rng.insecure_key(1)
     of(budget, "before").reserve(steps(200), "before", unit=UNIT)
     first, state = run(of(budget, "first"), tmp_path / "first", key, stop=2)
     assert first.spent == steps(200)
@@ -242,7 +242,7 @@ def test_a_loop_reserves_and_settles(tmp_path):
     entry = of(budget, "first").settle(tmp_path / "first")
     assert entry.charged == first.ledger(2) == state.ledger.beyond(first.spent)
     (tmp_path / "other").mkdir()
-    run(of(made(tmp_path / "other"), "x"), tmp_path / "x", dpfunc.insecure_key(2), stop=1)
+    run(of(made(tmp_path / "other"), "x"), tmp_path / "x", dpfunc.rng.insecure_key(2), stop=1)
     with pytest.raises(InvalidArgument, match="which has none"):  # a journal of another run
         of(budget, "first").settle(tmp_path / "x")
     second = plan(of(budget, "second"))
@@ -252,10 +252,10 @@ def test_a_loop_reserves_and_settles(tmp_path):
         of(budget, "second").reserve(second, "second", unit=UNIT)
 
 
-KEY = dpfunc.insecure_key(5)
+KEY = dpfunc.rng.insecure_key(5)
 RESERVED = {  # what happened before the run begins, and True if it may
     "nothing": (lambda b, p: None, False),
-    "another key": (lambda b, p: b.reserve(p, dpfunc.insecure_key(6), unit=UNIT), False),
+    "another key": (lambda b, p: b.reserve(p, dpfunc.rng.insecure_key(6), unit=UNIT), False),
     "fewer steps": (lambda b, p: b.reserve(replace(p, num_steps=3), KEY, unit=UNIT), False),
     "a text, fewer steps": (lambda b, p: b.reserve(p.ledger(3), "a", unit=UNIT), False),
     "settled": (lambda b, p: (b.reserve(p, KEY, unit=UNIT), b.settle(p.ledger())), False),
@@ -316,7 +316,7 @@ def test_a_search_takes_the_rest(tmp_path):
     budget = made(tmp_path)
     of(budget, "a").reserve(steps(10), "a", unit=UNIT)
     cost = Guarantee(4.5, 1e-6, "rdp", "add_remove")
-    search, key = of(budget, "search"), dpfunc.insecure_key(3)
+    search, key = of(budget, "search"), dpfunc.rng.insecure_key(3)
     with pytest.raises(LedgerConflict, match="counts all charges"):
         search.reserve(cost, key, unit=UNIT, before=steps(9))
     with pytest.raises(BudgetExhausted, match="Lower the epsilon"):

@@ -16,8 +16,9 @@ from journal_cases import line, written
 from record_cases import LEDGER, RECORD, record
 from run_cases import DATA, PLAN, Run, start, steps
 
-from dpfunc import Event, Journal, Ledger, make_dp_step, take
+from dpfunc import Journal, Ledger, make_dp_step, take
 from dpfunc._utils.validation import signed
+from dpfunc.accounting import Event
 from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.journal import journal_ledger, read_cost, read_spent, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused

@@ -12,7 +12,8 @@ from cases import params
 from full_disk import at_most
 from run_cases import DATA, PLAN, Run, start, store
 
-from dpfunc import Event, Journal, Ledger, Plan, clipping, load, sampling, save, take
+from dpfunc import Journal, Ledger, Plan, clipping, load, sampling, save, take
+from dpfunc.accounting import Event
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
 
 AGAIN = {"plan": PLAN, "data": DATA, "without_journal": "new_key"}

@@ -223,7 +223,7 @@ def test_the_cost_is_that_of_a_bound_that_stays():
 def test_a_resumed_run_has_its_bounds(correlated, tmp_path):
     """Museum 3: bound and noise of the next step are those of the run, bit for bit, with a schedule of noise too."""
     made = Correlated() if correlated else noise.Gaussian()
-    noises = 2.0 if correlated else dpfunc.Schedule(((2, 2.0), (2, 1.0)))
+    noises = 2.0 if correlated else dpfunc.types.Schedule(((2, 2.0), (2, 1.0)))
     plan = plan_of(
         Adaptive(groups=GROUPINGS["mapping"]), noise_multiplier=noises, num_steps=4, telemetry=LOSSES, noise=made
     )
@@ -333,7 +333,7 @@ BAD = {
         "clip_norm to name the groups",
     ),
     "no state": (
-        lambda: dpfunc.clipped_grad(linear_loss, params(), as_batch(random_rows(0, 2)), Adaptive()),
+        lambda: dpfunc.clipped.clipped_grad(linear_loss, params(), as_batch(random_rows(0, 2)), Adaptive()),
         "In a sum alone use clipping.Flat",
     ),
 }  # fmt: skip

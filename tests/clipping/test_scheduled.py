@@ -122,7 +122,7 @@ def test_a_record_names_a_rule_that_is_not_proven():
 BAD = {
     "a rule with a state": (lambda: Scheduled(clipping.Adaptive(), SCALE), "a rule with one bound over the run"),
     "no rule": (lambda: Scheduled(1.0, SCALE), "a rule with one bound over the run"),
-    "no schedule": (lambda: Scheduled(clipping.Flat(1.0), 0.5), "scale to be a dpfunc.Schedule"),
+    "no schedule": (lambda: Scheduled(clipping.Flat(1.0), 0.5), "scale to be a dpfunc.types.Schedule"),
     "too large": (lambda: Scheduled(clipping.Flat(1e9), Schedule(((1, 1.0), (1, 100.0)))), "clip_norm <= 1e"),
     "unit": (lambda: dpfunc.make_dp_step(linear_loss, plan_of(BODY), unit="norm"), "unit"),
 }

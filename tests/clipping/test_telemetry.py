@@ -63,7 +63,7 @@ def plan_of(statistics=EVERY, share=0.1, noise_multiplier=1.0, size=40, q=0.5, *
 def steps_of(plan, batch, seed=0, loss=loss_with_aux, steps=None, **options):
     """What the steps of a run release: gradients, and statistics."""
     dp_step = dpfunc.make_dp_step(loss, plan, **options)
-    state = replay(dp_step.init(params(), dpfunc.insecure_key(seed)))
+    state = replay(dp_step.init(params(), dpfunc.rng.insecure_key(seed)))
     for indices, _ in zip(plan.batches(state), range(steps or plan.num_steps), strict=False):
         grads, state, _ = dp_step(params(), dpfunc.take(batch, indices), state)
         yield grads, state
@@ -205,7 +205,7 @@ def test_a_repeated_step_with_other_statistics_is_refused():
     plan, batch = plan_of((Statistic("value", high=1.0),)), {**records(0, 40), "value": torch.full((40,), 0.5)}
     list(steps_of(plan, batch, steps=1))
     dp_step = dpfunc.make_dp_step(lambda p, b: (loss_with_aux(p, b)[0], {"value": b["value"] + 0.1}), plan)
-    state = dp_step.init(params(), dpfunc.insecure_key(0))
+    state = dp_step.init(params(), dpfunc.rng.insecure_key(0))
     state = state._replace(charged=1, released=((0, "0" * 16),))
     with pytest.raises(StateReused):
         dp_step(params(), dpfunc.take(batch, plan.draw(state, 0)), dpfunc.state.resumed(state))

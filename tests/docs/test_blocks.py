@@ -95,7 +95,7 @@ def test_recipes_views_and_averages(toy):
     assert names["batch"]["x"].shape[1:] == (4, 1, 2, 2)
     dp_step = dpfunc.make_dp_step(toy.loss_fn, plan)
     params, seen = toy.params, []
-    state = dp_step.init(params, dpfunc.insecure_key(0))
+    state = dp_step.init(params, dpfunc.rng.insecure_key(0))
     run(averages, dp_step=dp_step, state=state, params=params, data=toy.data, evaluate=seen.append, **facts)
     assert seen[0].keys() == params.keys()
     names = run(both, **{**names, "n": 200, "params": {"w": torch.zeros(4, 2)}})
@@ -104,7 +104,7 @@ def test_recipes_views_and_averages(toy):
     values = {name: value.detach().clone() for name, value in params.items()}
     given = {"params": values, "data": toy.data, "loss_fn": toy.loss_fn}
     dp_step = dpfunc.make_dp_step(toy.loss_fn, plan)
-    names = run(adam, dp_step=dp_step, state=dp_step.init(values, dpfunc.insecure_key(1)), **given, **facts)
+    names = run(adam, dp_step=dp_step, state=dp_step.init(values, dpfunc.rng.insecure_key(1)), **given, **facts)
     assert names["optimizer"].param_groups[0]["noise_std"] == 1.0 / 20  # z C / b
     after = run(scaled, state=names["state"], **given, **facts)
     assert after["state"].ledger.num_steps == 10

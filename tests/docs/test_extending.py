@@ -25,12 +25,9 @@ from pages import ROOT, blocks, text_of
 from reference import loop_clipped_sum, loop_gradients
 
 from dpfunc import (
-    Event,
     Journal,
     Ledger,
     Plan,
-    Schedule,
-    clipped_grad,
     clipping,
     engines,
     epsilon,
@@ -42,10 +39,11 @@ from dpfunc import (
     secure_key,
     take,
 )
-from dpfunc.accounting import accountant
+from dpfunc.accounting import Event, accountant
 from dpfunc.accounting.events import KINDS
 from dpfunc.checkpoint import _format as format
 from dpfunc.checkpoint import journal_ledger
+from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.rules import SLACK
 from dpfunc.engines import _rules as rule_tables
 from dpfunc.engines import register, register_rule
@@ -53,6 +51,7 @@ from dpfunc.engines._rules import RULES
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.types import Schedule
 
 PAGE = text_of("extending.md")
 DATA = random_rows(0, 20)

@@ -95,7 +95,7 @@ def our_clipped_sum(model, batch, clip_norm):
     def loss_fn(params, batch):
         return nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
 
-    return dpfunc.clipped_grad(loss_fn, params, batch, clipping.Flat(clip_norm=clip_norm))
+    return dpfunc.clipped.clipped_grad(loss_fn, params, batch, clipping.Flat(clip_norm=clip_norm))
 
 
 @pytest.mark.parametrize("clip_norm", [0.05, 1e6])

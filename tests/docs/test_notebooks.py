@@ -51,7 +51,7 @@ def test_images(capsys):
     assert names["accuracy"] > 0.7  # chance is 0.25
     assert 7.9 < names["state"].ledger.epsilon(1e-5).epsilon <= 8.0
     assert names["dp_step"].decision.engine == "one pass"
-    assert "Use dpfunc.replace_batchnorm(model)" in capsys.readouterr().out
+    assert "Use dpfunc.functional.replace_batchnorm(model)" in capsys.readouterr().out
 
 
 def test_the_report(capsys):

@@ -123,11 +123,12 @@ def test_labels_of_figures_are_measured(tmp_path):
 
 def test_what_privacy_officers_read_is_what_runs_write():
     """The page names fields of `privacy_accounting.json`; and it has no code."""
-    from dpfunc import clipping, insecure_key
+    from dpfunc import clipping
     from dpfunc.accounting.record import RECORD_FILE, SIZES
     from dpfunc.checkpoint import make_record
     from dpfunc.hf.trainer._files import JOURNAL
     from dpfunc.plan import Plan
+    from dpfunc.rng import insecure_key
     from dpfunc.sampling import Poisson
     from dpfunc.step import make_dp_step
 

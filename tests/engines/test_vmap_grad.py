@@ -273,7 +273,7 @@ class WithSlots:
 def test_losses_with_slots_and_numbers_without_sign_are_computed(engine, size, dtype):
     batch = {"x": torch.ones(3, 2), "n": torch.tensor([0, 1, 2]).to(dtype)}
     params = {"w": torch.ones(2)}
-    found, _ = dpfunc.clipped_grad(
+    found, _ = dpfunc.clipped.clipped_grad(
         WithSlots(), params, batch, clipping.Flat(100.0), engine=ENGINES[engine](), microbatch_size=size
     )
     torch.testing.assert_close(found.sums["w"], torch.full((2,), 4.0))

@@ -20,10 +20,10 @@ def test_what_a_canary_adds(engine):
     """The clip norm at its coordinate if it is in, and nothing if it is out."""
     from dpfunc.engines.vmap_grad import engine_of
 
-    canaries = Canaries.draw(PARAMS, 12, dpfunc.insecure_key(3))
+    canaries = Canaries.draw(PARAMS, 12, dpfunc.rng.insecure_key(3))
     records = canaries.extend(torch.randn(3, 4))
     only = dpfunc.take(records, torch.arange(3, 15))
-    clipped, _ = dpfunc.clipped_grad(
+    clipped, _ = dpfunc.clipped.clipped_grad(
         canaries.loss(loss_fn), PARAMS, only, clipping.Flat(0.5), engine=engine_of(engine), microbatch_size=5
     )
     assert torch.allclose(canaries.read(clipped.sums), 0.5 * canaries.present.double(), rtol=1e-3)
@@ -34,21 +34,21 @@ def test_what_a_canary_adds(engine):
 
 def test_other_records_are_untouched():
     data = torch.randn(6, 4)
-    canaries = Canaries.draw(PARAMS, 4, dpfunc.insecure_key(3))
+    canaries = Canaries.draw(PARAMS, 4, dpfunc.rng.insecure_key(3))
     records = dpfunc.take(canaries.extend(data), torch.arange(6))
-    with_canaries, _ = dpfunc.clipped_grad(canaries.loss(loss_fn), PARAMS, records, clipping.Flat(0.5))
-    without, _ = dpfunc.clipped_grad(loss_fn, PARAMS, data, clipping.Flat(0.5))
+    with_canaries, _ = dpfunc.clipped.clipped_grad(canaries.loss(loss_fn), PARAMS, records, clipping.Flat(0.5))
+    without, _ = dpfunc.clipped.clipped_grad(loss_fn, PARAMS, data, clipping.Flat(0.5))
     for name, value in without.sums.items():
         assert torch.allclose(with_canaries.sums[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_coordinates_and_coins():
-    canaries = Canaries.draw(PARAMS, 25, dpfunc.insecure_key(4))
+    canaries = Canaries.draw(PARAMS, 25, dpfunc.rng.insecure_key(4))
     assert len({*zip(canaries.names, canaries.positions.tolist(), strict=True)}) == 25
     assert sum(len(part) for part in canaries.split(torch.zeros(25))) == 25
-    assert 400 < int(coins(1000, dpfunc.insecure_key(1)).sum()) < 600
+    assert 400 < int(coins(1000, dpfunc.rng.insecure_key(1)).sum()) < 600
     with pytest.raises(InvalidArgument, match="count <= 25"):
-        Canaries.draw(PARAMS, 26, dpfunc.insecure_key(4))
+        Canaries.draw(PARAMS, 26, dpfunc.rng.insecure_key(4))
     with pytest.raises(InvalidArgument, match="at least one record"):
         canaries.extend(torch.zeros(0, 4))
 
@@ -73,7 +73,7 @@ def test_exposure():
 def test_each_parameter_has_its_canaries():
     """A bias of 8 numbers beside a matrix of 10,000 had none; a part that is not clipped was not seen there."""
     params = {"w": torch.zeros(100, 100), "b": torch.zeros(8), "v": torch.zeros(300)}
-    canaries = Canaries.draw(params, 600, dpfunc.insecure_key(0))
+    canaries = Canaries.draw(params, 600, dpfunc.rng.insecure_key(0))
     counts = {name: canaries.names.count(name) for name in params}
     assert counts == {"b": 8, "v": 296, "w": 296}
     assert len({*zip(canaries.names, canaries.positions.tolist(), strict=True)}) == 600
@@ -81,5 +81,5 @@ def test_each_parameter_has_its_canaries():
         0 <= place < params[name].numel()
         for name, place in zip(canaries.names, canaries.positions.tolist(), strict=True)
     )
-    everything = Canaries.draw(params, 10_308, dpfunc.insecure_key(1))
+    everything = Canaries.draw(params, 10_308, dpfunc.rng.insecure_key(1))
     assert {name: everything.names.count(name) for name in params} == {n: p.numel() for n, p in params.items()}

@@ -68,7 +68,7 @@ def script(folder, text):
 
 
 def audited(own, seed, count=300, step=None):
-    key = dpfunc.insecure_key(seed)
+    key = dpfunc.rng.insecure_key(seed)
     planted = Planted(key, count, own.canaries)
     return *audit_loop(own.dp_step, own.init, step or own.step, own.data, planted, key=key, steps=50), planted
 
@@ -129,7 +129,7 @@ class Forgetful(Correlated):
 
     def mechanism(self, run):
         deviations = tuple((1, math.hypot(*self.weights(run, step))) for step in range(run.num_steps))
-        return Gaussian().mechanism(run._replace(noise_multiplier=dpfunc.Schedule(deviations)))
+        return Gaussian().mechanism(run._replace(noise_multiplier=dpfunc.types.Schedule(deviations)))
 
 
 @pytest.mark.parametrize(("kind", "words"), [(Correlated, ""), (Forgetful, "of what is claimed")])
@@ -159,9 +159,9 @@ def test_bad_loops(tmp_path):
         audited(own, 62, step=lambda *given: None)
     with pytest.raises(InvalidArgument, match="Expected a state"):
         audited(own, 63, step=lambda dp_step, data, carry: dp_step(carry[0], data))
-    planted = Planted(dpfunc.insecure_key(64), 0, torch.zeros(4, 500))
+    planted = Planted(dpfunc.rng.insecure_key(64), 0, torch.zeros(4, 500))
     with pytest.raises(InvalidArgument, match="dataset_size"):
-        audit_loop(own.dp_step, own.init, own.step, own.data[:9], planted, key=dpfunc.insecure_key(64), steps=5)
+        audit_loop(own.dp_step, own.init, own.step, own.data[:9], planted, key=dpfunc.rng.insecure_key(64), steps=5)
 
 
 @pytest.mark.parametrize("form", [LOOP, PLAIN], ids=["functions", "plain loop"])
@@ -169,7 +169,7 @@ def test_both_forms_are_the_same_loop(tmp_path, form):
     """A plain loop that yields, and its two functions; a fault in it is found."""
     for change, holds in (("", True), (" - data.mean(0)", False)):
         own = script(tmp_path, form.replace("dpfunc.take(data, indices)", f"dpfunc.take(data, indices){change}"))
-        found = replay(own.dp_step, own.init, own.step, own.data, candidates=2, key=dpfunc.insecure_key(0))
+        found = replay(own.dp_step, own.init, own.step, own.data, candidates=2, key=dpfunc.rng.insecure_key(0))
         assert (found.holds, found.steps, found.not_compared) == (holds, 5, ()), found
         assert holds == (not any("rows of other records" in moved for moved in found.moved))
 

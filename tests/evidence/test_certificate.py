@@ -141,7 +141,7 @@ def test_sampled_batches_and_schedules(tmp_path):
 
 
 UNMET = {
-    "insecure key": ({"key": dpfunc.insecure_key(1)}, "The key of the noise is secret."),
+    "insecure key": ({"key": dpfunc.rng.insecure_key(1)}, "The key of the noise is secret."),
     "batches from elsewhere": ({"verify_batch": False}, "Batches are the draws of the sampler: each was compared."),
     "an engine of the user": (
         {"engine": lambda *a: dpfunc.engines.auto()(*a)}, "No row changes the gradient of another."
@@ -207,7 +207,7 @@ KINDS = {
     "allocated": {"plan": plan_of(sampling.RandomAllocation(1000, 2), adjacency="zero_out", delta=1e-4)},
     "shuffled": {"plan": plan_of(sampling.Shuffled(1000, 500), delta=1e-4)},
     "by Renyi": {"plan": plan_of(POISSON, delta=1e-5, accountant="rdp")},
-    "a budget, and an insecure key": {"plan": plan_of(epsilon=9.0), "key": dpfunc.insecure_key(3)},
+    "a budget, and an insecure key": {"plan": plan_of(epsilon=9.0), "key": dpfunc.rng.insecure_key(3)},
 }  # fmt: skip
 PLACE = {
     "run": "third", "number": 3, "epsilon": 50.0, "delta": 1e-3, "unit": "one patient", "adjacency": "zero_out",

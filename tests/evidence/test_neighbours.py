@@ -29,7 +29,7 @@ from dpfunc.evidence import Replay, replay
 def test_faults_are_found(fault):
     """`python -m benchmarks.evidence` does it with 20 seeds each."""
     faulty, words = FAULTS[fault]
-    found = replay(make_step(), init, faulty, records(0), candidates=2, key=dpfunc.insecure_key(0))
+    found = replay(make_step(), init, faulty, records(0), candidates=2, key=dpfunc.rng.insecure_key(0))
     assert not found.holds
     assert any(words in moved for moved in found.moved), found
 
@@ -38,7 +38,7 @@ def test_faults_are_found(fault):
 def test_what_carries_private_numbers_is_found(kind):
     """Before, only tensors, numbers, lists and attributes were compared, and files in the folder of the run."""
     loop, words = CARRIED[kind]
-    found = replay(make_step(), init, loop, records(8), steps=2, candidates=1, key=dpfunc.insecure_key(0))
+    found = replay(make_step(), init, loop, records(8), steps=2, candidates=1, key=dpfunc.rng.insecure_key(0))
     assert any(words in moved for moved in found.moved), found
 
 
@@ -100,7 +100,7 @@ def test_a_large_record_is_found():
     """The one that moves the sum most; it is clipped."""
     data = {**records(2), "x": 0.01 * records(2)["x"]}
     first = make_step().plan.sampler
-    key = dpfunc.fold_in(dpfunc.insecure_key(0), "replay")
+    key = dpfunc.rng.fold_in(dpfunc.rng.insecure_key(0), "replay")
     row = int(first.indices(key, 0)[-1])
     data["x"][row] = 100.0
     found = replay(make_step(), init, step, data, steps=2, candidates=48)

@@ -211,7 +211,7 @@ def checkpointing():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (batchnorm_model, r"2 BatchNorm layers in training mode.*1, 4.*dpfunc.replace_batchnorm"),
+        (batchnorm_model, r"2 BatchNorm layers in training mode.*1, 4.*dpfunc.functional.replace_batchnorm"),
         (lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(), "1 BatchNorm layers"),
         (checkpointing, r"Gradient checkpointing is on.*gradient_checkpointing_disable\(\)"),
         (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "embeddings 0 have max_norm"),
@@ -353,7 +353,7 @@ def step_of(module):
     forward, params = functionalize(module)
     plan = dpfunc.Plan(dpfunc.sampling.Poisson(20, 1.0), dpfunc.clipping.Flat(1.0), 1.0, 1, delta=1e-3)
     dp_step = dpfunc.make_dp_step(lambda p, x: forward(p, x).square().sum(1), plan)
-    state = replay(dp_step.init(params, dpfunc.insecure_key(4)))
+    state = replay(dp_step.init(params, dpfunc.rng.insecure_key(4)))
     grads, *_ = dp_step(params, BATCH, state)
     return grads, list(params), dp_step.decision
 
@@ -372,14 +372,14 @@ def test_the_wrapper_of_torch_compile_is_taken_off(options):
     trained = dpfunc.with_params(compiled, wanted)
     assert type(trained) is Parts
     assert torch.equal(trained.head.bias, wanted["head.bias"])
-    adapter = dpfunc.lora.attach(compiled, dpfunc.insecure_key(0), targets="head", rank=2, alpha=2)
+    adapter = dpfunc.lora.attach(compiled, dpfunc.rng.insecure_key(0), targets="head", rank=2, alpha=2)
     assert list(adapter.params) == ["head.lora_A", "head.lora_B"]
     assert type(adapter.merge(adapter.params)) is Parts
 
 
 def clipped_sums(module, engine):
     forward, params = functionalize(module)
-    clipped, _ = dpfunc.clipped_grad(
+    clipped, _ = dpfunc.clipped.clipped_grad(
         lambda p, x: forward(p, x).square().sum(1), params, BATCH, dpfunc.clipping.Flat(1.0),
         engine=getattr(dpfunc.engines, engine)(),
     )  # fmt: skip
@@ -426,7 +426,7 @@ def test_several_modules_are_one_function(kind):
         return (forward(params, "dec", forward(params, "enc", batch).tanh()) - batch).square().sum(1)
 
     assert torch.equal(forward(params, "enc", x), modules["enc"](x))
-    clipped, _ = dpfunc.clipped_grad(loss_fn, params, x, dpfunc.clipping.Flat(1e6))
+    clipped, _ = dpfunc.clipped.clipped_grad(loss_fn, params, x, dpfunc.clipping.Flat(1e6))
     (modules["dec"](modules["enc"](x).tanh()) - x).square().sum().backward()
     for name, value in clipped.sums.items():
         owner, _, own = name.partition(".")
@@ -536,7 +536,7 @@ def test_nothing_of_a_pass_stays_on_the_module(module, engine, tmp_path):
     forward, params = functionalize(module)
     x, losses = torch.randn(5, 4), lambda p, x: forward(p, x).square().sum(1)
     for _ in range(3):
-        clipped, _ = dpfunc.clipped_grad(losses, params, x, dpfunc.clipping.Flat(1.0), engine=engine())
+        clipped, _ = dpfunc.clipped.clipped_grad(losses, params, x, dpfunc.clipping.Flat(1.0), engine=engine())
     assert all(torch.isfinite(value).all() for value in clipped.sums.values())
     assert [set(part.__dict__) for part in module.modules()] == before
     assert (module.own, module.by_name) == ([], {"none": None})
@@ -551,8 +551,8 @@ def test_a_loss_may_read_what_its_pass_has_kept():
     forward, params = functionalize(module)
     losses = lambda p, x: forward(p, x).sum(1) + module.aux
     x = torch.randn(5, 4)
-    found, _ = dpfunc.clipped_grad(losses, params, x, dpfunc.clipping.Flat(1e3))
-    whole, _ = dpfunc.clipped_grad(
+    found, _ = dpfunc.clipped.clipped_grad(losses, params, x, dpfunc.clipping.Flat(1e3))
+    whole, _ = dpfunc.clipped.clipped_grad(
         lambda p, x: (x @ p["layer.weight"].T + p["layer.bias"]).sum(1)
         + (x @ p["layer.weight"].T + p["layer.bias"]).square().mean(1), params, x, dpfunc.clipping.Flat(1e3),
     )  # fmt: skip
@@ -584,7 +584,9 @@ def test_one_dictionary_for_two_modules_is_refused(engine, kind):
         )
         return decode(of("d."), encode(of("e."), x).tanh()).square().sum(1)
 
-    run = lambda: dpfunc.clipped_grad(loss_fn, params, torch.randn(4, 3), Flat(1.0), engine=getattr(engines, engine)())
+    run = lambda: dpfunc.clipped.clipped_grad(
+        loss_fn, params, torch.randn(4, 3), Flat(1.0), engine=getattr(engines, engine)()
+    )
     if kind == "merged":
         with pytest.raises(InvalidArgument, match="got the same .*weight.* for two: Linear and Linear"):
             run()
@@ -666,7 +668,7 @@ def test_a_pass_leaves_no_rows_in_an_object_of_a_module(wrapped, engine):
     module = Keeps()
     forward, params = functionalize(module)
     loss_fn = lambda p, x: forward(p, x).square().sum(1)
-    dpfunc.clipped_grad(loss_fn, params, torch.randn(5, 4), Flat(1.0), engine=getattr(engines, engine)())
+    dpfunc.clipped.clipped_grad(loss_fn, params, torch.randn(5, 4), Flat(1.0), engine=getattr(engines, engine)())
     assert module.box.last is None is module.boxes[0].last
     trained = with_params(module, {name: p + 1 for name, p in params.items()})
     assert torch.equal(trained.weight, module.weight + 1)

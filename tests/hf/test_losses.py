@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from dpfunc import clipped_grad, clipping, engines
+from dpfunc import clipping, engines
+from dpfunc.clipped import clipped_grad
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import losses
 

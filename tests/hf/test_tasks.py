@@ -19,7 +19,8 @@ from zoo.parity import engine_that_equals_the_loop, roughen
 
 from benchmarks.survey.multimodal import in_text
 from benchmarks.survey.tiny import built
-from dpfunc import clipped_grad, engines
+from dpfunc import engines
+from dpfunc.clipped import clipped_grad
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize

@@ -25,8 +25,7 @@ optimizer = torch.optim.Adam(params.values(), lr=0.2)
 curve, sizes = [], []
 for indices in plan.batches(state):
     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
     curve.append(float(unreleased.aux["correct"].mean()))
     sizes.append((len(indices), len(unreleased.aux["sure"])))

@@ -32,8 +32,7 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = torch.optim.AdamW(params.values(), lr=2e-2)
 for batch in plan.loader(dataset, state, collate_fn=collate):
     grads, state, unreleased = dp_step(params, dict(batch), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 after = float(loss_fn(params, public).mean())
 epsilon = state.ledger.epsilon(plan.delta).epsilon

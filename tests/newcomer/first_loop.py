@@ -30,8 +30,7 @@ optimizer = recipe.optimizer(params.values())
 scheduler = recipe.scheduler(optimizer)
 for batch in plan.loader(dataset, state):
     grads, state, unreleased = dp_step(params, batch, state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
     scheduler.step()
 trained = dpfunc.with_params(model, params)

@@ -32,8 +32,7 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = recipe.optimizer(params.values())
 for indices in plan.batches(state):
     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 accuracy = float((forward(params, public["x"]).argmax(1) == public["y"]).float().mean())
 epsilon = state.ledger.epsilon(plan.delta).epsilon

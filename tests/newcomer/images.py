@@ -16,7 +16,7 @@ def pictures(n):
 
 dataset = torch.utils.data.TensorDataset(*pictures(2000))
 layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 3)]
-model = dpfunc.replace_batchnorm(nn.Sequential(*layers))
+model = dpfunc.functional.replace_batchnorm(nn.Sequential(*layers))
 forward, params = dpfunc.functionalize(model)
 
 
@@ -32,8 +32,7 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = recipe.optimizer(params.values())
 for batch in plan.loader(dataset, state):
     grads, state, unreleased = dp_step(params, batch, state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 x, y = pictures(1000)
 accuracy = float((forward(params, x).argmax(1) == y).float().mean())

@@ -30,8 +30,7 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = torch.optim.AdamW(params.values(), lr=2e-2)
 for indices in plan.batches(state):
     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 after = float(loss_fn(params, public).mean())
 folder = adapters.save(model, params, "adapter")

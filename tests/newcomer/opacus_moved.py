@@ -34,7 +34,6 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 ours = torch.optim.SGD(params.values(), lr=1.0)
 for batch in plan.loader(dataset, state):
     grads, state, unreleased = dp_step(params, batch, state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     ours.step()
 epsilon = state.ledger.epsilon(plan.delta).epsilon

@@ -31,8 +31,7 @@ optimizer = recipe.optimizer(params.values())
 scheduler = recipe.scheduler(optimizer)
 for indices in plan.batches(state):
     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
     scheduler.step()
 test_rows, test_y = table(3000)

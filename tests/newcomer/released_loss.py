@@ -23,8 +23,7 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = torch.optim.Adam(params.values(), lr=0.2)
 for indices in plan.batches(state):
     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 losses = loss_fn(params, data).detach()
 released = dpfunc.release_mean(losses, bound=2.0, noise_multiplier=8.0, dataset_size=4000, delta=1e-5, epsilon=3.0,

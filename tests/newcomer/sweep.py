@@ -25,8 +25,7 @@ for rate in (0.01, 0.03, 0.1, 0.3, 1.0):
     optimizer = torch.optim.Adam(params.values(), lr=rate)
     for indices in plan.batches(state):
         grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-        for name, p in params.items():
-            p.grad = grads[name]
+        dpfunc.set_grads(params, grads)
         optimizer.step()
     ledger = state.ledger
     ledgers.append(plan.ledger())

@@ -42,7 +42,9 @@ def run(tmp_path, monkeypatch):
 
     def run(name):
         numbers = itertools.count(100 * ORDER.index(name))
-        monkeypatch.setattr(dpfunc, "secure_key", lambda: replace(dpfunc.insecure_key(next(numbers)), guessable=False))
+        monkeypatch.setattr(
+            dpfunc, "secure_key", lambda: replace(dpfunc.rng.insecure_key(next(numbers)), guessable=False)
+        )
         monkeypatch.chdir(tmp_path)
         with torch.random.fork_rng():
             torch.manual_seed(0)

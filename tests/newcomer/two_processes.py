@@ -29,8 +29,7 @@ rows = 0
 for indices in plan.batches(state, ranks):
     rows += len(indices)
     grads, state, unreleased = dp_step(params, dpfunc.take(data, indices), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 accuracy = float((forward(params, data["x"]).argmax(1) == data["y"]).float().mean())
 weights = {name: p.tolist() for name, p in params.items()}

@@ -29,8 +29,7 @@ state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = recipe.optimizer(params.values())
 for persons in plan.batches(state):
     grads, state, unreleased = dp_step(params, people.batch(records, persons), state)
-    for name, p in params.items():
-        p.grad = grads[name]
+    dpfunc.set_grads(params, grads)
     optimizer.step()
 accuracy = float((forward(params, records["x"]).argmax(1) == records["y"]).float().mean())
 epsilon = state.ledger.epsilon(plan.delta).epsilon

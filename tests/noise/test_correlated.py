@@ -12,14 +12,15 @@ from cases import linear_loss
 from cases import params as zeros
 from noise_cases import BANDS, BUFFERS, NUM_RECORDS, ONCE
 
-from dpfunc import Event, Plan, Schedule, clipping, make_dp_step, noise
+from dpfunc import Plan, clipping, make_dp_step, noise
+from dpfunc.accounting import Event
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.noise import Run, Turn
 from dpfunc.noise import correlated as module
 from dpfunc.noise._streams import standard_normal
 from dpfunc.rng import fold_in, insecure_key, secure_key
 from dpfunc.sampling import CyclicPoisson, FixedSize, InOrder, Poisson, RandomAllocation, Shuffled, ShuffledOnce
-from dpfunc.types import ClippedSum
+from dpfunc.types import ClippedSum, Schedule
 
 STATE = {"noise": "of all keys", "source": "secure"}
 

@@ -35,11 +35,11 @@ def test_the_mean_is_before_the_clip(engine, microbatch_size):
     mean = {name: value.mean(1) for name, value in batch.items()}
     single = {name: value.flatten(0, 1) for name, value in batch.items()}
     options = {"engine": engine_of(engine), "microbatch_size": microbatch_size}
-    found, unreleased = dpfunc.clipped_grad(
+    found, unreleased = dpfunc.clipped.clipped_grad(
         mean_over_views(linear_loss), params(), batch, clipping.Flat(1.0), **options
     )
-    expected, theirs = dpfunc.clipped_grad(linear_loss, params(), mean, clipping.Flat(1.0), **options)
-    other, _ = dpfunc.clipped_grad(linear_loss, params(), single, clipping.Flat(1.0), **options)
+    expected, theirs = dpfunc.clipped.clipped_grad(linear_loss, params(), mean, clipping.Flat(1.0), **options)
+    other, _ = dpfunc.clipped.clipped_grad(linear_loss, params(), single, clipping.Flat(1.0), **options)
     torch.testing.assert_close(flat(found.sums), flat(expected.sums), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(unreleased.norms_BG, theirs.norms_BG, rtol=1e-4, atol=1e-5)
     assert float((flat(found.sums) - flat(other.sums) / K).norm()) > 0.1
@@ -51,7 +51,7 @@ def test_a_record_with_views_has_bounded_sensitivity(seed, size, scale):
     batch = views_of(seed, size, scale)
 
     def summed(rows):
-        clipped, _ = dpfunc.clipped_grad(mean_over_views(linear_loss), params(), rows, clipping.Flat(1.0))
+        clipped, _ = dpfunc.clipped.clipped_grad(mean_over_views(linear_loss), params(), rows, clipping.Flat(1.0))
         return flat(clipped.sums)
 
     rest = {name: value[1:] for name, value in batch.items()}
@@ -70,7 +70,7 @@ def test_layers_see_the_views_of_one_record(engine):
         losses = torch.nn.functional.cross_entropy(logits, batch["y"], reduction="none")
         return losses, {"right": logits.argmax(1) == batch["y"]}
 
-    found, unreleased = dpfunc.clipped_grad(
+    found, unreleased = dpfunc.clipped.clipped_grad(
         mean_over_views(loss_fn), values, {"x": x, "y": y}, clipping.Flat(0.3), engine=engine_of(engine)
     )
     total = {name: torch.zeros_like(value) for name, value in values.items()}

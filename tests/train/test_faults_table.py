@@ -23,7 +23,8 @@ from PIL import Image
 from text_job import rows, train, write_rows
 from transformers import BartConfig, BertConfig, LlamaConfig, RobertaConfig, T5Config
 
-from dpfunc import Event, Ledger
+from dpfunc import Ledger
+from dpfunc.accounting import Event
 from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.vision_language._images import opened

@@ -11,7 +11,8 @@ import pytest
 from text_job import at_events, interrupt_at, train, write_job
 from transformers import TrainingArguments
 
-from dpfunc import Event, Ledger, recipes
+from dpfunc import Ledger, recipes
+from dpfunc.accounting import Event
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train import run as train_job
 from dpfunc.train._config_file import read_job

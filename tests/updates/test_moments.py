@@ -22,7 +22,7 @@ MOMENTS = JointMoments(clip_norm=1.5, weight=0.3)
 def summed(batch, moments=MOMENTS, loss_fn=linear_loss, values=None, **options):
     values = params() if values is None else values
     rule = clipping.Flat(moments.bound)
-    clipped, _ = dpfunc.clipped_grad(moments.loss(loss_fn), moments.params(values), batch, rule, **options)
+    clipped, _ = dpfunc.clipped.clipped_grad(moments.loss(loss_fn), moments.params(values), batch, rule, **options)
     return clipped
 
 

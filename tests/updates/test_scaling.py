@@ -33,11 +33,13 @@ def test_gradients_are_clipped_where_they_are_scaled(engine, microbatch_size):
     batch, scales = as_batch(random_rows(0, 5)), scales_of(1)
     options = {"engine": engine_of(engine), "microbatch_size": microbatch_size}
     values = {name: torch.ones_like(value) for name, value in params().items()}
-    found, unreleased = dpfunc.clipped_grad(
+    found, unreleased = dpfunc.clipped.clipped_grad(
         scaled_loss(linear_loss, scales), values, batch, clipping.Flat(1.0), **options
     )
-    expected, _ = dpfunc.clipped_grad(linear_loss, values, scaled_rows(batch, scales), clipping.Flat(1.0), **options)
-    after, plain = dpfunc.clipped_grad(linear_loss, values, batch, clipping.Flat(1.0), **options)
+    expected, _ = dpfunc.clipped.clipped_grad(
+        linear_loss, values, scaled_rows(batch, scales), clipping.Flat(1.0), **options
+    )
+    after, plain = dpfunc.clipped.clipped_grad(linear_loss, values, batch, clipping.Flat(1.0), **options)
     torch.testing.assert_close(flat(found.sums), flat(expected.sums), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(unreleased.losses_B, plain.losses_B, rtol=1e-4, atol=1e-4)
     assert found.sensitivity == 1.0
@@ -52,7 +54,7 @@ def test_sensitivity(seed, size, scale):
     batch, scales = as_batch(random_rows(seed, size, scale)), scales_of(seed)
 
     def summed(rows):
-        clipped, _ = dpfunc.clipped_grad(scaled_loss(linear_loss, scales), params(), rows, clipping.Flat(1.0))
+        clipped, _ = dpfunc.clipped.clipped_grad(scaled_loss(linear_loss, scales), params(), rows, clipping.Flat(1.0))
         return flat(clipped.sums)
 
     assert (summed(batch) - summed({name: value[1:] for name, value in batch.items()})).norm() <= 1.0

@@ -55,6 +55,7 @@ from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
 from dpfunc.sampling._records import check_repeatable, data_name
 from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
+from dpfunc.updates import set_grads
 
 _logger = logging.getLogger(__name__)
 
@@ -520,8 +521,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         params = {name: param.detach() for name, param in run.params.items()}
         with fsdp.settled(self.model):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=self._mask(batch, before))
-        for name, param in run.params.items():
-            param.grad = grads[name]
+        set_grads(run.params, grads)
         self._run = replace(run, state=state, previous=before)
         self._told.append(state.telemetry)
         if state.step >= self._warn_at:

@@ -122,7 +122,7 @@ COMPARED = [("auto", "float32"), *((engine, "float64") for engine in ("auto", "v
 def module_of(name):
     """A group of the GroupNorms has several channels: with one channel and one pixel it would be a constant."""
     torch.manual_seed(0)
-    return roughen(dpfunc.replace_batchnorm(MODELS[name].build(), max_groups=4), 0.02).eval()
+    return roughen(dpfunc.functional.replace_batchnorm(MODELS[name].build(), max_groups=4), 0.02).eval()
 
 
 def make(name, choice, dtype):

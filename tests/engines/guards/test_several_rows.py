@@ -6,16 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpfunc import (
-    Plan,
-    clipping,
-    functionalize,
-    insecure_key,
-    make_dp_step,
-    sampling,
-    secure_key,
-)
+from dpfunc import Plan, clipping, functionalize, make_dp_step, sampling, secure_key
 from dpfunc.errors import RecordsWarning
+from dpfunc.rng import insecure_key
 from dpfunc.state import replay
 
 N, D, CLASSES = 40, 6, 3

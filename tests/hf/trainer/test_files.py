@@ -23,7 +23,7 @@ from dpfunc.rng import fingerprint
 
 DATA = cases.labelled()
 CHANGES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
-KEY = dpfunc.insecure_key(11)
+KEY = dpfunc.rng.insecure_key(11)
 
 
 def run(folder, *, privacy=cases.PRIVACY, changes=None, **options):
@@ -139,7 +139,7 @@ def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
         changes = {**CHANGES, "max_steps": 7, "dataloader_num_workers": 1, "adam_beta1": 0.5, "learning_rate": 0.1}
         return cases.private(model(), folder, data=cases.texts(), data_collator=masked, changes=changes, **options)
 
-    key = dpfunc.insecure_key(13)
+    key = dpfunc.rng.insecure_key(13)
     whole = start(tmp_path / "whole", key=key)
     whole.train()
     start(tmp_path / "parts", key=key, callbacks=[cases.stop(4)]).train()
@@ -189,7 +189,7 @@ def test_what_a_resumed_run_leaves_and_removes(killed, tmp_path):
     for path in left:
         path.mkdir()
         (path / "state.json").write_text("the key")
-    spent = dpfunc.Ledger((dpfunc.Event(0.5, 2.0, 4),))
+    spent = dpfunc.Ledger((dpfunc.accounting.Event(0.5, 2.0, 4),))
     (folder / ACCOUNTING).write_text(
         record(ledger=spent, epsilon=spent.epsilon(1e-5, "rdp").epsilon, accountant="rdp", global_step=4).to_json()
     )
@@ -280,7 +280,7 @@ def missing(*names):
 HALF = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=0.5)
 OTHER = [{**record, "labels": 1 - record["labels"]} for record in DATA]
 REFUSED = {  # options, what happens to the folder, what is said
-    "key": ({"key": dpfunc.insecure_key(999)}, None, "another key"),
+    "key": ({"key": dpfunc.rng.insecure_key(999)}, None, "another key"),
     "labels": ({"data": OTHER}, None, "another data set"), "order": ({"data": DATA[::-1]}, None, "another data set"),
     "name": ({"data_name": "mails-2026-02"}, None, "another data set"),
     "steps": ({"changes": {"num_train_epochs": 3}}, None, "another plan.*num_steps"),
@@ -385,7 +385,7 @@ def test_a_new_run_counts_those_in_its_journal(killed, tmp_path):
 
 def test_a_resumed_run_is_given_no_other_ledger(tmp_path):
     """What another run has spent since cannot be slipped in: the plan was made without it, and it would be lost."""
-    earlier, more = (dpfunc.Ledger((dpfunc.Event(0.5, 2.0, steps),)) for steps in (3, 5))
+    earlier, more = (dpfunc.Ledger((dpfunc.accounting.Event(0.5, 2.0, steps),)) for steps in (3, 5))
     run(tmp_path, privacy=cases.NOISY, ledger=earlier, callbacks=[cases.stop(4)]).train()
     refused("Expected the ledger that the run was started with", run(tmp_path, privacy=cases.NOISY, ledger=more))
     trainer = resumed(tmp_path, privacy=cases.NOISY, ledger=earlier, callbacks=[cases.stop(6)])

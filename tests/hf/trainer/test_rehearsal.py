@@ -18,10 +18,10 @@ from transformers import (
     T5ForSequenceClassification,
 )
 
-from dpfunc import insecure_key
 from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.rng import insecure_key
 
 KEY = insecure_key(77)
 STEPS = {"max_steps": 4, "per_device_train_batch_size": 4}

@@ -146,7 +146,7 @@ def test_accuracy_of_each_sample():
     outputs = dataclasses.make_dataclass("Outputs", ["logits"])
     loss_fn = make_loss_fn(lambda p, x: outputs(forward(p, x)), task)
     batch = {"x": torch.randn(9, 3), "labels": torch.arange(9) % 4}
-    _, unreleased = dpfunc.clipped_grad(loss_fn, params, batch, dpfunc.clipping.Flat(1.0))
+    _, unreleased = dpfunc.clipped.clipped_grad(loss_fn, params, batch, dpfunc.clipping.Flat(1.0))
     assert torch.equal(unreleased.aux["accuracy"], (forward(params, batch["x"]).argmax(1) == batch["labels"]).float())
     with pytest.raises(InvalidArgument, match="one class a sample for dp_telemetry='accuracy'"):
         loss_fn(params, {"x": torch.randn(2, 3), "labels": torch.zeros(2, 4)})
@@ -175,7 +175,7 @@ def test_arguments():
 def budget(tmp_path):
     return Budget(tmp_path / "budget.db", run="first", spender="ana").create(
         epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"],
-        earlier=Ledger((dpfunc.Event(0.2, 2.0, 5),)),
+        earlier=Ledger((dpfunc.accounting.Event(0.2, 2.0, 5),)),
     )  # fmt: skip
 
 

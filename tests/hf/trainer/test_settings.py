@@ -32,7 +32,7 @@ from dpfunc.train.config import job_from_dict
 from dpfunc.train.run import check_job
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "trainer.md"
-KEY = dpfunc.insecure_key(5207)
+KEY = dpfunc.rng.insecure_key(5207)
 PRIVACY = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_engine="auto")
 # Constructing these arguments asks for packages or devices that are not here: they are written into finished ones.
 WRITTEN = {"deepspeed", "parallelism_config", "_n_gpu", "distributed_state"}

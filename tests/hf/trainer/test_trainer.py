@@ -26,7 +26,7 @@ from dpfunc.sampling import Shuffled
 DATA = cases.labelled()
 TEXTS = cases.texts()
 VALUES = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3, "dp_max_grad_norm": 1.0}
-KEY = dpfunc.insecure_key
+KEY = dpfunc.rng.insecure_key
 
 
 def sgd(params):
@@ -152,7 +152,7 @@ def test_L4_L5_shuffled_batches_and_noise_of_the_device(tmp_path):
         output = trainer.train()
     record = written(tmp_path)
     assert trainer.plan.sampler == Shuffled(60, 12)
-    assert trainer.plan.ledger() == Ledger((dpfunc.Event(1.0, 1.0, 2),), "zero_out")
+    assert trainer.plan.ledger() == Ledger((dpfunc.accounting.Event(1.0, 1.0, 2),), "zero_out")
     assert output.global_step == record["global_step"] == 3
     assert output.metrics["privacy/epsilon"] == record["epsilon"] == trainer.plan.guarantee(3).epsilon
     assert trainer._run.dp_step.noise_source == "secure"
@@ -240,15 +240,15 @@ def test_a_checkpoint_to_publish_holds_no_key(tmp_path):
 
 def test_L12_T10_training_stops_before_the_breach(tmp_path, caplog):
     """An earlier phase has spent a part of the budget: fewer steps fit, and training ends after them in good order."""
-    earlier = Ledger((dpfunc.Event(0.2, 1.0, 6),))
-    ceiling = earlier.compose(Ledger((dpfunc.Event(0.2, 1.0, 4),))).epsilon(1e-3).epsilon + 0.01
+    earlier = Ledger((dpfunc.accounting.Event(0.2, 1.0, 6),))
+    ceiling = earlier.compose(Ledger((dpfunc.accounting.Event(0.2, 1.0, 4),))).epsilon(1e-3).epsilon + 0.01
     privacy = PrivacyArguments(**VALUES, dp_max_epsilon=ceiling)
     trainer = cases.private(cases.classifier(), tmp_path, privacy=privacy, ledger=earlier)
     with caplog.at_level(logging.WARNING):
         output = trainer.train()
     assert output.global_step == 4
     assert output.metrics["privacy/epsilon"] <= ceiling
-    assert trainer.ledger == Ledger((dpfunc.Event(0.2, 1.0, 10),))
+    assert trainer.ledger == Ledger((dpfunc.accounting.Event(0.2, 1.0, 10),))
     assert "The budget allows 4 steps" in caplog.text
     assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]  # the schedule knew it
     with pytest.raises(UnreachableBudget):

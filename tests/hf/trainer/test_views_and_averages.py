@@ -18,7 +18,7 @@ from dpfunc.sampling import mean_over_views
 from dpfunc.state import replay
 from dpfunc.updates import Ema, LastSteps
 
-KEY = dpfunc.insecure_key
+KEY = dpfunc.rng.insecure_key
 VALUES = {"dp_noise_multiplier": 1.0, "dp_delta": 1e-3, "dp_max_grad_norm": 1.0}
 COLUMNS = ("input_ids", "attention_mask", "labels")
 

@@ -112,7 +112,7 @@ def test_images_in_one_tensor_for_all_samples_are_refused():
     batch = flatten_images(collate(samples("Qwen2-VL", (1, 1))))
     forward, params = functionalize(model)
     with pytest.raises(InvalidArgument, match=r"pixel_values.*has 48.*image_text_collator"):
-        dpfunc.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
+        dpfunc.clipped.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
 
 
 def test_private_training(tmp_path):
