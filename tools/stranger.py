@@ -32,6 +32,14 @@ data: {train: mine.csv, max_length: 16, labels: [sport, money], eval_fraction: 0
 privacy: {dp_epsilon: 8, dp_delta: 1e-3, dp_max_grad_norm: 1.0}
 training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2}
 """
+DIGITS = """
+import numpy as np
+
+
+def load_digits(return_X_y):
+    table = np.loadtxt({!r}, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(int)
+"""
 REPORT = """
 from pathlib import Path
 
@@ -107,6 +115,11 @@ def main() -> None:
 
         own_table(place)
         loop = block("README.md", "import dpfunc, torch")
+        (place / "sklearn").mkdir()
+        (place / "sklearn" / "__init__.py").touch()
+        (place / "sklearn" / "datasets.py").write_text(
+            DIGITS.format(str(ROOT / "tests" / "_support" / "digits.csv.gz"))
+        )
         (place / "several.py").write_text(block("docs/guides/distributed.md", "import torch"))
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "several.py")
         parts: dict[str, Callable[[], object]] = {

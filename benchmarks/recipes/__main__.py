@@ -37,12 +37,12 @@ from torch.nn import functional as F
 from benchmarks import pictures
 from benchmarks.recipes import closed
 from benchmarks.recipes.closed import Setting
-from benchmarks.recipes.data import ROOT, SETS, Data, Part, chosen_on, load
+from benchmarks.recipes.data import SETS, Data, Part, chosen_on, load
 from benchmarks.results import DOCS, FOLDER, fill, keep, markdown, read
 from dpfunc.accounting import calibrate_noise
 from dpfunc.recipes import Recipe, recipe, unit_rows
 
-RESULT, PAGE, README = FOLDER / "recipes.json", DOCS / "recipes.md", ROOT / "README.md"
+RESULT, PAGE = FOLDER / "recipes.json", DOCS / "recipes.md"
 PICTURE = DOCS / "results" / "recipes.svg"
 EPSILONS = (1.0, 3.0, 8.0)
 SEEDS = 5
@@ -256,11 +256,6 @@ def tables(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def short(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of the README: means over the sets that were kept apart."""
-    return {"recipes": summary(halves(results)["apart"], (NETWORK_EPSILON,))}
-
-
 def picture(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Mean accuracy over the sets that were kept apart, at each epsilon."""
     apart = halves(results)["apart"]
@@ -302,7 +297,6 @@ def main(names: tuple[str, ...], half: str | None, out: Path) -> None:
             keep(out, result, place)
     if out == RESULT:
         fill(PAGE, tables(read(out)["rows"]))
-        fill(README, short(read(out)["rows"]))
         picture(read(out)["rows"], PICTURE)
 
 

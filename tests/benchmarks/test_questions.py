@@ -33,7 +33,6 @@ TABLES = {
     "growth": (growth.PAGE, lambda: {"growth": growth.table(read(growth.RESULT)["cases"])}),
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
     "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
-    "readme": (recipes.README, lambda: recipes.short(rows_of(recipes.RESULT))),
     "scaling": (scaling.DOCUMENT, scaling.tables),
     "trust": (audit_power.PAGE, audit_power.tables),
 }
