@@ -33,7 +33,7 @@ def command_of(row: Row) -> str:
     return f"{found} --weights {texts.KITS[row.model].weights} --data FOLDER" if row.kind == "texts" else found
 
 
-def costs(row: Row) -> dict[str, Any]:
+def costs_of(row: Row) -> dict[str, Any]:
     """What is known of a row without a run."""
     return {
         "row": row.name, "noise_multiplier": noise_of(row.setting), "delta": row.setting.delta,
@@ -94,7 +94,7 @@ def compared(row: Row, values: Sequence[float]) -> str:
 
 
 def tables(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Of docs/published.md: all figures; settings and commands."""
+    """Of docs/published.md: all figures, reasons, settings and commands."""
     of = {each["row"]: each for each in results}
     figures, settings = [], []
     for name, row in ROWS.items():
@@ -114,11 +114,13 @@ def tables(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         setting = row.setting
         settings.append([
             f"`{name}`", f"{setting.batch:g}", setting.steps, f"{result['noise_multiplier']:.4g}", f"{setting.clip:g}",
-            f"{setting.rate:g}", f"{setting.delta:.2g}", f"`{command_of(row)}`",
+            "" if row.kind == "accounting" else f"{setting.rate:g}", f"{setting.delta:.2g}", f"`{command_of(row)}`",
         ])  # fmt: skip
     heads = ("row", "", "by", "their epsilon", "our epsilon", "published", "ours (runs)", "")
+    reasons = [[f"`{name}`", row.why] for name, row in ROWS.items() if row.why]
     return {
         "figures": markdown(heads, figures),
+        "reasons": markdown(("row", ""), reasons),
         "settings": markdown(("row", "B", "T", "sigma", "C", "rate", "delta", "command"), settings),
     }
 
@@ -131,26 +133,29 @@ def place(result: Mapping[str, Any]) -> int:
 @click.command(help=__doc__)
 @click.option("--row", "names", multiple=True, type=click.Choice(list(ROWS)), help="These rows; all by default.")
 @click.option("--seed", "seeds", multiple=True, type=int, help="These seeds; 0 to 4 by default.")
+@click.option("--costs", is_flag=True, help="No run: epsilon and noise alone.")
 @click.option("--weights", help="Folder of the model of a row about texts, or its name on the hub.")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of its data.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
-def main(names: tuple[str, ...], seeds: tuple[int, ...], weights: str | None, data: Path | None, out: Path) -> None:
+def main(
+    names: tuple[str, ...], seeds: tuple[int, ...], costs: bool, weights: str | None, data: Path | None, out: Path
+) -> None:
     """Run, print, and keep the results; other seeds and rows in the file stay."""
     console = Console(width=200)
     torch.set_num_threads(1)
     for name in names or ROWS:
         row = ROWS[name]
         old = {each["row"]: each for each in rows_of(out)}.get(name, {})
-        keep(out, merged(old, costs(row)), place)
+        keep(out, merged(old, costs_of(row)), place)
         console.print(name, f"epsilon {epsilon_of(row.setting):.4f} at {row.setting.delta:.2g}", command_of(row))
-        for seed in seeds or range(SEEDS):
+        for seed in () if costs else seeds or range(SEEDS):
             started = time.process_time()
             measured = run_seed(row, seed, weights, data)
             if measured is None:
                 break
             run = {"seed": seed, **measured, "seconds": time.process_time() - started}
             old = {each["row"]: each for each in rows_of(out)}[name]
-            keep(out, merged(old, {**costs(row), "runs": [run]}), place)
+            keep(out, merged(old, {**costs_of(row), "runs": [run]}), place)
             console.print(name, run)
     if out == RESULT and len(read(out)["rows"]) == len(ROWS):
         fill(PAGE, tables(read(out)["rows"]))

@@ -147,7 +147,7 @@ def train(net: nn.Module, images: Images, setting: Setting, seed: int) -> nn.Mod
     )  # fmt: skip
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=ROWS_AT_ONCE if len(params) > 2 else None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dpfunc.errors.InsecureKeyWarning)
+        warnings.simplefilter("ignore", dpfunc.errors.InsecureKeyWarning)  # the data are public
         state = replay(dp_step.init(params, insecure_key(seed)))  # a seed may run again
     optimizer = torch.optim.SGD(params.values(), lr=setting.rate, momentum=setting.momentum)
     for indices in plan.batches(state):

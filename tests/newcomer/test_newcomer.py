@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("conftest.py", Path(__file__).name))
 # Order in which keys are numbered: a new program is the last.
 ORDER = ["aux_metrics", "first_loop", "head", "images", "language_model", "opacus_moved", "rare_class", "released_loss",
-         "resume", "sweep", "two_processes", "users", "chat"]  # fmt: skip
+         "resume", "sweep", "two_processes", "users", "chat", "image_folder"]  # fmt: skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),  # Opacus, in each run
     pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),  # Opacus, in short runs
@@ -95,6 +95,19 @@ def test_images(run):
     names = run("images")
     assert within(names, 8.0)
     assert names["accuracy"] > 0.7  # a constant has 0.33
+
+
+@pytest.mark.slow
+def test_image_folder(run, tmp_path):
+    """Lying and standing are told apart, those too that a phone has saved on their side."""
+    run("image_folder")
+    record = json.loads((tmp_path / "run" / "privacy_accounting.json").read_text())
+    assert within(record, 8.0)
+    found = [json.loads(line) for line in (tmp_path / "classes.jsonl").read_text().splitlines()]
+    assert len(found) == 60
+    right = {each["image"]: Path(each["image"]).parent.name == each["label"] for each in found}
+    assert sum(right.values()) > 0.9 * len(right)  # a constant has 0.5
+    assert all(right[image] for image in right if image.endswith(".jpg"))
 
 
 def test_users(run):
