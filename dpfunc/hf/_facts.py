@@ -114,6 +114,11 @@ class Caller:
             raise
 
 
+def with_facts(forward: AnyForward) -> Caller:
+    """The forward function with the facts about its model."""
+    return forward if isinstance(forward, Caller) else Caller(forward, facts_of(forward))
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """The model of Transformers inside of a PEFT model; any other model as it is."""
     inside = getattr(model, "get_base_model", None)

@@ -18,7 +18,7 @@ from dpfunc.batches import rows
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional.forward import function_of, unwrapped
 from dpfunc.hf import losses
-from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
+from dpfunc.hf._facts import AnyForward, with_facts
 from dpfunc.hf.tasks import next_tokens
 from dpfunc.types import Params
 
@@ -105,7 +105,7 @@ def log_probabilities(forward: AnyForward, params: Params, batch: Mapping[str, T
             "dpfunc.hf.CollatePairs makes them."
         )
     inputs = {name: value.flatten(0, 1) for name, value in batch.items() if name != REFERENCE}
-    each_N = losses.log_probability(*next_tokens(forward, params, inputs))
+    each_N = losses.log_probability(*next_tokens(with_facts(forward), params, inputs))
     return rearrange(each_N, "(B two) -> B two", two=2)
 
 
@@ -134,11 +134,10 @@ def reference_log_probabilities(model: nn.Module, batch: Mapping[str, Tensor]) -
     model.train(False)
     try:
         forward, params = function_of(model, [first])
-        called = Caller(forward, facts_of_model(model))
         there = {name: value.to(params[first].device) for name, value in batch.items()}
         with torch.no_grad():
             found = [
-                log_probabilities(called, params, rows(there, place, place + 1))
+                log_probabilities(forward, params, rows(there, place, place + 1))
                 for place in range(len(batch["labels"]))
             ]
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import one_of, refuse
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import losses
-from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of
+from dpfunc.hf._facts import AnyForward, base_model, facts_of, with_facts
 from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.types import LossFn, Params
 
@@ -271,7 +271,7 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
         (isinstance(task, nn.Module), _refusal(type(task).__name__)),
         (not callable(task), f"Expected task to be a name or {_FUNCTION}, got {task!r}."),
     )
-    return partial(task, forward if isinstance(forward, Caller) else Caller(forward, facts_of(forward)))
+    return partial(task, with_facts(forward))
 
 
 def _refusal(name: str) -> UnsupportedModel:

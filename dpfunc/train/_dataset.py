@@ -21,6 +21,7 @@ from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.preferences import ANSWERS, CollatePairs
 from dpfunc.hf.vision_language._images import check_readable, image_text_collator, messages_with_images
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
@@ -183,8 +184,8 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     if data.chat:  # the last has the answer; a chat may have no image and no tools, a question no second part
         values += [data.image_column] if job.task == "vqa" else []
         optional = [*data.chat[1:-1], *values[len(data.chat) :]]
-    elif job.task in ("causal_lm", "seq2seq"):  # a part of a prompt may be empty, what is learnt may not
-        optional = [column for column in columns_of(job) if column != (data.response_column or data.text_column)]
+    elif job.task in ("causal_lm", "seq2seq", "preference"):  # a part of a prompt may be empty, what is learnt may not
+        optional = [column for column in columns_of(job) if column not in _learnt(job)]
     return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, values=values, optional=optional)
 
 
@@ -228,6 +229,7 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     else:
         pad = getattr(processing, "pad_token_id", 0)  # features are not padded
         collate = PadRight(pad, data.max_length, data.max_length if longest else _PADDING)
+        collate = CollatePairs(collate) if job.task == "preference" else collate
     return collate if data.max_records_per_unit is None else CollatePersons(collate, data.max_records_per_unit)
 
 
@@ -244,11 +246,21 @@ def columns_of(job: Job) -> tuple[str, ...]:
             return data.prompt_column, data.response_column
         case "causal_lm" | "seq2seq":
             return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
+        case "preference":
+            prompts = data.placeholders() if data.prompt_column is None else (data.prompt_column,)
+            return tuple(dict.fromkeys((*prompts, data.chosen_column, data.rejected_column)))
         case "image_classification":
             return "digest", data.label_column
         case "table_classification":
             return (*(data.numbers or ()), *(data.categories or ()), data.label_column)
     return tuple(filter(None, (data.text_column, data.text_pair_column, data.label_column)))
+
+
+def _learnt(job: Job) -> tuple[str, ...]:
+    """The columns of a language model's job with what it learns to write."""
+    data = job.data
+    both = data.chosen_column, data.rejected_column
+    return both if job.task == "preference" else (data.response_column or data.text_column,)
 
 
 def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) -> None:
@@ -322,9 +334,14 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path, *, views: int =
         return _said(job, processing, row, folder)
     match job.task:
         case "causal_lm":
-            return language_record(processing, *_parts(row, data), data)
+            return language_record(processing, _prompt(row, data), row[_learnt(job)[0]], data)
+        case "preference":
+            answers = zip(ANSWERS, _learnt(job), strict=True)
+            return {
+                name: language_record(processing, _prompt(row, data), row[column], data) for name, column in answers
+            }
         case "seq2seq":
-            return _translated(processing, *_parts(row, data), data)
+            return _translated(processing, _prompt(row, data), row[_learnt(job)[0]], data)
         case "vqa":
             return _asked(processing, row, data, folder)
         case "token_classification":
@@ -339,10 +356,9 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path, *, views: int =
     return {**_encoded(processing, row, data), **labels}
 
 
-def _parts(row: Row, data: DataSection) -> tuple[str, str]:
-    """Prompt and response of a row: from their columns, or the prompt from its template."""
-    prompt = row[data.prompt_column] if data.prompt_column else (data.prompt_template or "").format(**row)
-    return prompt, row[data.response_column or data.text_column]
+def _prompt(row: Row, data: DataSection) -> str:
+    """The prompt of a row: from its column, or from its template."""
+    return row[data.prompt_column] if data.prompt_column else (data.prompt_template or "").format(**row)
 
 
 def _encoded(tokenizer: Any, row: Row, data: DataSection) -> dict[str, Any]:

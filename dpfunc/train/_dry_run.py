@@ -3,6 +3,8 @@
 May import: its folder, hf and below. Trusted: no.
 """
 
+from dataclasses import replace
+
 import torch
 
 from dpfunc import accounting
@@ -13,6 +15,7 @@ from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train._dataset import chat_lines, collator, seen_lines
 from dpfunc.train._frozen import kept_bytes
+from dpfunc.train._preferences import without_references
 from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job
 from dpfunc.train._views import view_lines
@@ -29,6 +32,9 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     check_job(job, resume, insecure_seed)
     job = recorded_job(job) if resume else job
     missing, prepared = job.training.missing, prepare(job)
+    records = prepared.records
+    train, evaluation = (without_references(job, each) for each in (records.train, records.evaluation))
+    prepared = replace(prepared, records=replace(records, train=train, evaluation=evaluation))
     rehearse(prepared)
     job, records = prepared.job, prepared.records
     plan, n = prepared.plan, job.privacy.public_size(len(records.units))

@@ -14,6 +14,7 @@ from torch import nn
 
 from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train._dataset import Records
+from dpfunc.train._preferences import with_references
 from dpfunc.train.config import FEATURES, Job
 
 _BYTES = {"features": 4, "hidden": 2}  # of a number
@@ -26,6 +27,8 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     (tests/train/test_frozen.py: test_a_record_is_computed_alone, test_logits_are_those_of_the_whole_model,
     test_the_limit).
     """
+    if job.task == "preference":
+        return with_references(job, model, records, shows=shows), []
     needed = -(-frozen_bytes(job, model, records) // 2**20)
     if not needed or not job.training.cache_mib:
         return records, []

@@ -28,6 +28,7 @@ _KINDS = {
     "text_regression": ("AutoModelForSequenceClassification", "SEQ_CLS"),
     "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
     "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "preference": ("AutoModelForCausalLM", "CAUSAL_LM"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
     "vqa": ("AutoModelForImageTextToText", None),
 }

@@ -22,7 +22,8 @@ from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train._dataset import collator, columns_of, record_of
 from dpfunc.train._features import Front, load_features, save_features
 from dpfunc.train._model import load_base, load_processing, one_line
-from dpfunc.train.config import ADAPTERS, FEATURES, LOSSES, Job
+from dpfunc.train._preferences import loss_of_record, without_references
+from dpfunc.train.config import ADAPTERS, FEATURES, Job
 
 _KEPT = (
     "Nothing was lost: what was spent is in the journal, and the last checkpoint holds what was learnt. --resume with "
@@ -123,7 +124,7 @@ def _losses(job: Job, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     forward, params = functionalize(model.train(False), [first])
     there = {name: value.to(device) for name, value in batch.items()}
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=job.training.bf16):
-        losses: Any = make_loss_fn(forward, LOSSES[job.task])(params, there)
+        losses: Any = make_loss_fn(forward, loss_of_record(job))(params, there)
     model.train(training)
     return cast(Tensor, losses.float().cpu())
 
@@ -134,7 +135,7 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         made = [record_of(job, processing, _made_up_row(job, number, folder), folder) for number in range(2)]
-        return cast(dict[str, Tensor], collator(job, processing)(made))
+        return cast(dict[str, Tensor], collator(job, processing)(without_references(job, made)))
 
 
 def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from dpfunc.train._views import VIEWS
 
 Task = Literal[
     "text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa",
-    "table_classification", "image_classification",
+    "preference", "table_classification", "image_classification",
 ]  # fmt: skip
 TASKS: tuple[Task, ...] = get_args(Task)
 # What each task can train; a language model shares its head with its embeddings.
@@ -31,6 +31,7 @@ STRATEGIES = {
     "causal_lm": ("lora", "qlora", "full", "bitfit"),
     "seq2seq": ("lora", "full", "bitfit"),
     "vqa": ("lora", "qlora", "full", "projector"),
+    "preference": ("lora", "qlora", "full", "bitfit"),
     "table_classification": ("head", "full"),
     "image_classification": ("head", "full"),
 }
@@ -39,8 +40,10 @@ FEATURES = ("table_classification", "image_classification")  # tasks whose recor
 CLASSIFIES = ("text_classification", "token_classification", *FEATURES)  # tasks with a list of classes
 NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
 PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
-# Task of a job -> the name of its loss in `dpfunc.hf.tasks`.
-LOSSES = {task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in STRATEGIES}
+# Task of a job -> the name of its loss in `dpfunc.hf.tasks`; that of preferences has settings of its own.
+LOSSES = {
+    task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in TASKS if task != "preference"
+}
 _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone have; in others they have their default
     ("model", "path"): tuple(task for task in TASKS if task != "table_classification"),
     ("lora", "top_layers"): tuple(task for task in TASKS if task != "vqa"),
@@ -51,7 +54,10 @@ _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone 
     ("data", "grey"): ("image_classification",),
     ("data", "chat"): ("causal_lm", "vqa"),
     ("data", "tools_column"): ("causal_lm",),
-    **{("data", key): ("causal_lm", "seq2seq") for key in ("prompt_column", "prompt_template")},
+    **{("data", key): ("causal_lm", "seq2seq", "preference") for key in ("prompt_column", "prompt_template")},
+    ("data", "response_column"): ("causal_lm", "seq2seq"),
+    **{("data", key): ("preference",) for key in ("chosen_column", "rejected_column")},
+    **{("preference", key): ("preference",) for key in ("loss", "beta", "label_smoothing")},
     **{("data", key): ("table_classification",) for key in ("numbers", "categories", "missing")},
 }
 
@@ -71,7 +77,6 @@ _APART = {
 }  # fmt: skip
 _TOGETHER = {
     ("budget", "budget_run"): " The run has a name in it.",
-    ("prompt_column", "response_column"): "",
     ("unit_column", "max_records_per_unit"): " A person with more records gives that many of them. It is a public "
     "number: choose it without a look at the table.",
 }
@@ -123,6 +128,8 @@ class DataSection:
     loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
     chat: Texts | None = _key("Or: columns of a chat, [messages], or of a question and its answer.", None)
     tools_column: str | None = _key("With chat: column with definitions of tools, a list, or none.", None)
+    chosen_column: str = _key("Column with the answer that people chose (preference).", "chosen")
+    rejected_column: str = _key("Column with the answer that they rejected (preference).", "rejected")
     image_column: str = _key("Column with a path, or a list of paths, from the table's folder (vqa).", "image")
     max_images: _Count = _key("Most images of a record; public. With 1, each record has one (vqa).", 1)
     image_size: tuple[int, ...] | None = _key("Height and width that images are fitted into; public.", None)
@@ -193,6 +200,19 @@ class LoraSection:
 
 
 @dataclass(frozen=True)
+class PreferenceSection:
+    """The loss of a pair of answers, as `dpfunc.hf.Preference`."""
+
+    loss: Literal["sigmoid", "ipo", "hinge"] = _key("`sigmoid` is DPO.", "sigmoid")
+    beta: _Positive = _key("A larger one keeps the model nearer to the reference.", 0.1)
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = _key("Share of pairs the wrong way round.", 0.0)
+
+    def __post_init__(self) -> None:
+        smooth = self.label_smoothing > 0 and self.loss != "sigmoid"
+        refuse((smooth, fail("no label_smoothing with another loss than sigmoid", "preference.loss", self.loss)))
+
+
+@dataclass(frozen=True)
 class TrainingSection:
     """Optimizer, length and memory; what is left out of rate, batch size and steps comes from a recipe."""
 
@@ -256,6 +276,7 @@ class Job:
     training: TrainingSection = TrainingSection()
     strategy: str = "lora"
     lora: LoraSection = LoraSection()
+    preference: PreferenceSection = PreferenceSection()
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
@@ -325,6 +346,10 @@ def _rules_of_task(job: Job) -> _Rules:
         (task == "seq2seq" and not (data.prompt_column or data.prompt_template),
          "Expected what the encoder reads with task='seq2seq': data.prompt_column and data.response_column; or "
          "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
+        (task != "preference" and bool(data.prompt_column) != bool(data.response_column),
+         "Expected data.prompt_column and data.response_column together, got one of them."),
+        (task == "preference" and data.loss_on == "all",
+         fail("no loss on the prompt of a pair, which both answers have", "data.loss_on", "all")),
         (task == "seq2seq" and data.loss_on == "all",
          fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
         (task == "vqa" and data.chat and data.loss_on == "all",

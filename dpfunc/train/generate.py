@@ -71,7 +71,8 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     root = Path(folder)
     job, insecure_seed = saved_job(root)
     refuse(
-        (job.task != "causal_lm", f"Expected a run with task causal_lm, got {job.task!r} in {str(root)!r}."),
+        (job.task not in ("causal_lm", "preference"),
+         f"Expected a run with task causal_lm or preference, got {job.task!r} in {str(root)!r}."),
         (not (root / MODEL).is_dir(), CheckpointError(
             f"Expected a finished run, got {str(root)!r} without {MODEL}/. Go on with it: --resume.")),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import nn
 
 from dpfunc import distributed
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import one_of, suggestion
+from dpfunc._utils.validation import one_of, refuse, suggestion
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
@@ -41,10 +41,11 @@ from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, chat_lines, collator, read_records, seen_lines
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
+from dpfunc.train._preferences import loss_of_record, preferred
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
 from dpfunc.train._saved import made_up_batch, rehearse_saving, save_model
 from dpfunc.train._views import view_lines
-from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, LOSSES, Job
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, Job
 from dpfunc.train.tables import json_values
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
@@ -84,11 +85,15 @@ class Prepared:
 def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     """Read the tables, find the plan, load the model, and write nothing; spent: None for what the job says."""
     job = with_shape(job)
-    if job.strategy == "qlora" and job.training.eval_steps is not None and not torch.accelerator.is_available():
-        raise InvalidArgument(
-            "Expected no training.eval_steps with strategy='qlora' on a CPU, where bitsandbytes packs the weights when "
-            "the model is evaluated, and gradients no longer pass. Leave it out: the end of training evaluates."
-        )
+    packs = job.strategy == "qlora" and not torch.accelerator.is_available()
+    why = "on a CPU, where bitsandbytes packs the weights when the model is evaluated, and gradients no longer pass."
+    refuse(
+        (packs and job.training.eval_steps is not None,
+         f"Expected no training.eval_steps with strategy='qlora' {why} Leave it out: the end of training evaluates."),
+        (packs and job.task == "preference",
+         f"Expected another strategy than 'qlora' for preferences {why} Take lora: the model before training is "
+         "evaluated as the reference."),
+    )  # fmt: skip
     processing = load_processing(job)
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
@@ -190,11 +195,11 @@ def _check_loggers(names: Sequence[str]) -> None:
 
 def loss_of_job(job: Job) -> Loss:
     """The loss of one unit: the name of the task's; of a person, or of views, the mean over records, or over views."""
-    name = LOSSES[job.task]
+    task = loss_of_record(job)
     if job.privacy.dp_views > 1:
-        own = with_accuracy(name, job.privacy.telemetry())
+        own = with_accuracy(task, job.privacy.telemetry())
         return mean_over_views(TASKS[own] if isinstance(own, str) else own)
-    return name if job.data.unit_column is None else mean_over_texts(TASKS[name])
+    return task if job.data.unit_column is None else mean_over_texts(TASKS[task] if isinstance(task, str) else task)
 
 
 def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] | None = None) -> Any:
@@ -212,7 +217,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
         train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
-        compute_metrics=_MEASURES.get(job.task), optimizers=(_optimizer(prepared), None),
+        compute_metrics=_measure(job), optimizers=(_optimizer(prepared), None),
     )  # fmt: skip
 
 
@@ -339,10 +344,20 @@ def _regression(prediction: Any) -> dict[str, float]:
 _MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": _regression}
 
 
+def _measure(job: Job) -> Callable[[Any], dict[str, float]] | None:
+    """The metrics of a job besides the loss."""
+    return preferred(job) if job.task == "preference" else _MEASURES.get(job.task)
+
+
+_SHOWN = ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse", "eval_reward_accuracy")
+
+
 def _metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
     """Lines with the metrics, and with what to compare them with."""
-    names = [name for name in ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse") if name in measured]
+    names = [name for name in _SHOWN if name in measured]
     lines = [f"{name}: {measured[name]:.4g}" for name in names]
+    if "eval_loss_of_reference" in measured:
+        lines.append(f"eval_loss of the model before training: {measured['eval_loss_of_reference']:.4g}")
     if "eval_majority" in measured:
         lines += [
             f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}",

@@ -32,7 +32,9 @@ _FORMATS = {
         "the format of Alpaca. Write prompt_template: '{instruction} {input} ' and text_column: output; or, in the "
         "chat template of the tokenizer, chat: [instruction, input, output]."
     ),
-    frozenset(("chosen", "rejected")): "preferences, which no task learns from. Write one text or answer a row.",
+    frozenset(("chosen", "rejected")): (
+        "preferences. Write task: preference, and prompt_column: prompt where the prompt has a column of its own."
+    ),
     **{
         frozenset((name,)): f"chats. Write chat: [{name}] in the section data, with task causal_lm, or vqa where there "
         "are images."

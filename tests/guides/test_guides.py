@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from tiny_models import NAME, write_model
 from trainer_cases import classifier, labelled, training_arguments
 from workers import run as on_processes
 
+import dpfunc
 from dpfunc import sampling
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.journal import journal_ledger
@@ -29,6 +31,7 @@ from dpfunc.cli._train import tune
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.rng import insecure_key
 
 PEER = ROOT / ".cache" / "dp_accounting"
 execute = pages.run
@@ -313,3 +316,16 @@ def test_chats_of_the_command_are_functions_for_loops():
     names = execute(code, tokenizer=tokenizer(), rows=[{"messages": chat} for chat in chats(3)])
     assert names["batch"]["labels"].shape[0] == 3
     assert ((names["batch"]["labels"] != -100).sum(1) > 0).all()
+
+
+def test_preferences(here, capsys, monkeypatch):
+    keys = (dataclasses.replace(insecure_key(seed), guessable=False) for seed in range(2))
+    monkeypatch.setattr(dpfunc, "secure_key", lambda: next(keys))
+    write_model(here / "model")
+    names = execute(*blocks("preferences.md"))
+    found = names["margins"], capsys.readouterr().out
+    assert "epsilon=7.9" in found[1]
+    assert ".6931, 0.3133, 1.3133, 0.1269" in found[1]
+    assert "0.3269" in found[1]
+    margins = names["hf"].preferences.margins(names["adapter"].forward, names["params"], names["data"])
+    assert float((margins > 0).float().mean()) > 0.8  # 0 before

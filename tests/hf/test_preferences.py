@@ -306,7 +306,7 @@ def test_the_trainer_learns_preferences(tmp_path):
     args = training_arguments(tmp_path, max_steps=6, learning_rate=0.05, remove_unused_columns=False)
     trainer = DPTrainer(
         model, args, privacy=PRIVACY, loss=Preference(beta=0.5), train_dataset=pairs, eval_dataset=pairs[:20],
-        data_collator=CollatePairs(stacked),
+        data_collator=CollatePairs(stacked), key=insecure_key(0),
         compute_metrics=lambda found: {"right": float((found.predictions > 0).mean())},
     )  # fmt: skip
     before = trainer.evaluate()

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("conftest.py", Path(__file__).name))
 # Order in which keys are numbered: a new program is the last.
 ORDER = ["aux_metrics", "first_loop", "head", "images", "language_model", "opacus_moved", "rare_class", "released_loss",
-         "resume", "sweep", "two_processes", "users", "chat", "image_folder"]  # fmt: skip
+         "resume", "sweep", "two_processes", "users", "chat", "image_folder", "preferences"]  # fmt: skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),  # Opacus, in each run
     pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),  # Opacus, in short runs
@@ -165,6 +165,18 @@ def test_chat(run, tmp_path):
     assert names["shown"].count("[[") == 2
     learnt = [sum(label != -100 for label in record["labels"]) for record in names["dataset"]]
     assert 0 < min(learnt) <= max(learnt) < 20
+    assert all("lora_" in name for name in names["params"])
+
+
+def test_preferences(run, tmp_path):
+    """Small numbers are chosen, large ones rejected; before training each margin is 0."""
+    write_model(tmp_path / "model")
+    rows = [{"prompt": "my favourite number is", "chosen": f"{i % 5}", "rejected": f"{5 + i % 4}"} for i in range(500)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = run("preferences")
+    assert within(names, 8.0)
+    assert names["preferred"] > 0.9
+    assert names["data"]["reference"].shape == (500, 2)
     assert all("lora_" in name for name in names["params"])
 
 

@@ -92,7 +92,7 @@ def test_bad_values_are_refused(section, key, value, message):
 CONTRADICTIONS = {  # section -> values; top -> value; message
     "one physical batch size": {"privacy": {"dp_physical_batch_size": 4}, "training": {"physical_batch_size": 8}},
     "no section lora with strategy='full'": {"lora": {"rank": 4}, "strategy": "full"},
-    "data.prompt_template with task causal_lm or seq2seq only": {
+    "data.prompt_template with task causal_lm or seq2seq or preference only": {
         "data": {"prompt_template": "{label}"}, "task": "text_classification",
     },
 }  # fmt: skip

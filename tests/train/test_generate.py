@@ -145,7 +145,7 @@ FOLDERS = {  # what happened to the folder of a run -> message
     "no model": (lambda folder: shutil.rmtree(folder / "model"), "Expected a finished run"),
     "no job": (lambda folder: (folder / "job.json").unlink(), "without job.json"),
     "no folder": (shutil.rmtree, "does not exist"),
-    "a classifier": (lambda folder: changed_job(folder, classifier), "Expected a run with task causal_lm, got 'text_regression'"),
+    "a classifier": (lambda folder: changed_job(folder, classifier), "Expected a run with task causal_lm or preference, got 'text_regression'"),
 }  # fmt: skip
 
 
