@@ -1,6 +1,6 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
-# make docs   the site, in build/site, looked at in a browser where chromium is installed; CI builds it too
+# make docs   the site, in build/site, looked at in a browser (chromium, chromium-driver); CI builds it too
 # make bench  every benchmark in one go, and each target beside what was measured: about two hours on two cores
 # make survey   which engine takes each model family
 # make jax    JAX Privacy in an environment of its own, for make bench, which compares with it where it is installed

@@ -1,8 +1,9 @@
 """Look at the built site in a real browser: `python tools/site.py [FOLDER] [--shots FOLDER]`; `make docs` does it.
 
-Pages are opened from the folder, without a web server: no error in the console, nothing wider than a phone (400 px), a
-search that works and finds guides first, labels of figures of at least 11 px. Without Chromium and its driver (Debian:
-`apt-get install chromium chromium-driver`) it says that nothing was looked at, and ends without an error.
+Pages are opened from the folder, without a web server: no error in the console, nothing wider than a phone (400 px), no
+code and no table cut without a bar to scroll it, a search that works and finds guides first, labels of figures of at
+least 11 px. Without Chromium and its driver (Debian: `apt-get install chromium chromium-driver`) it names what is
+missing, and fails.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHOWN = ("index.html", "notebooks/first_loop.html", "guides/loop.html", "perform
 SEARCHES = {"resume": "guides/", "optimizer": "guides/", "LoRA": ("guides/", "notebooks/"), "sharded": "guides/"}
 FLAGS = (
     "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
-    "disable-component-update", "disable-sync", "allow-file-access-from-files", "hide-scrollbars",
+    "disable-component-update", "disable-sync", "allow-file-access-from-files",
 )  # fmt: skip
 # What is wider than the window, and does not stand in something that scrolls by itself.
 WIDER = """
@@ -40,6 +41,13 @@ const wide = [...document.querySelectorAll("article *")].filter(e => {
   return getComputedStyle(e).overflowX == "visible";
 });
 return wide.map(e => e.tagName + ": " + e.textContent.trim().slice(0, 60));
+"""
+# Code and tables that hold more than they show, and have no bar that takes room.
+CUT = """
+const boxes = [...document.querySelectorAll("article pre > code, article .md-typeset__scrollwrap")];
+const cut = boxes.filter(
+  e => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && e.offsetHeight <= e.clientHeight);
+return cut.map(e => e.tagName + ": " + e.textContent.trim().slice(0, 60));
 """
 FIGURES = "return [...document.querySelectorAll('article img')].map(e => [e.src, e.clientWidth, e.naturalWidth]);"
 
@@ -98,6 +106,7 @@ def look(driver: Chrome, site: Path, page: str) -> list[str]:
         width(driver, pixels)
         driver.get((site / page).as_uri())
         wrong += [f"{page} at {pixels} px is too wide: {found}" for found in driver.execute_script(WIDER)[:3]]
+        wrong += [f"{page} at {pixels} px cuts, without a bar: {found}" for found in driver.execute_script(CUT)[:3]]
         wrong += figures(driver, page)
         entries = driver.get_log("browser")
         wrong += [f"{page}: {entry['message']}" for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
@@ -140,9 +149,11 @@ def shots(driver: Chrome, site: Path, folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Look at every page; the exit code."""
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        print("NOT LOOKED AT: there is no chromium with chromedriver, so the site was built, and seen in no browser.")
-        return 0
+    packages = {"chromium": "chromium", "chromedriver": "chromium-driver"}
+    if missing := [package for program, package in packages.items() if not shutil.which(program)]:
+        names = " ".join(missing)
+        print(f"Expected {names} to look at the site, which was only built: apt-get install {names}")
+        return 1
     names = [word for word in arguments if word != "--shots"]
     site = Path(names[0] if names and arguments[0] != "--shots" else ROOT / "build" / "site").resolve()
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if path.name != "404.html")

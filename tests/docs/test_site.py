@@ -147,6 +147,22 @@ def test_what_privacy_officers_read_is_what_runs_write():
     assert len(page.split()) < 1500  # two pages
 
 
+def test_without_a_browser_the_check_of_the_site_fails_and_names_it(monkeypatch, capsys):
+    main = runpy.run_path(str(ROOT / "tools" / "site.py"))["main"]
+    monkeypatch.setattr("shutil.which", lambda program: None if program == "chromedriver" else program)
+    assert main([]) == 1
+    assert "chromium-driver" in capsys.readouterr().out
+
+
+def test_pages_that_the_site_fills_say_where_to_read():
+    """Docstrings and programs are in the pages of the site alone: in the repository a line names their folder."""
+    filled = [path for path in PAGES if re.search(r"^(::: |--8<-- )", path.read_text(), re.MULTILINE)]
+    assert len(filled) > 15
+    for path in filled:
+        (folder,) = re.findall(r"in the repository they are in \[`([\w/.]+)`\]", path.read_text())
+        assert (ROOT / folder).exists()
+
+
 REFERENCE = DOCS / "reference"
 SHOWN = {
     name: path.stem
