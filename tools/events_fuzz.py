@@ -192,16 +192,17 @@ def allocated(rng: np.random.Generator) -> Plan:
 KINDS = (poisson, laplace, discrete_laplace, response, mixture, capped, opaque, discrete_gaussian, allocated)
 
 
-def compare(plan: Plan, at: float) -> tuple[float, float, float]:
+def compare(plan: Plan, at: float, fine: bool) -> tuple[float, float, float]:
     events, adjacency, estimate = plan
-    found = epsilon(Ledger(events, adjacency), at).epsilon
+    found = epsilon(Ledger(events, adjacency), at, fine=fine).epsilon
     return (found, *estimate(at))
 
 
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--plans", default=200, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(plans: int, seed: int) -> None:
+@click.option("--fine", is_flag=True, help="The bound on a lattice.")
+def main(plans: int, seed: int, fine: bool) -> None:
     """Compare, and print a summary."""
     logging.disable()  # the peer warns of each optimistic estimate
     rng = np.random.default_rng(seed)
@@ -209,7 +210,7 @@ def main(plans: int, seed: int) -> None:
     for kind in itertools.islice(itertools.cycle(KINDS), plans):
         at = float(10 ** rng.uniform(-7, -2))
         plan = kind(rng)
-        row = compare(plan, at)
+        row = compare(plan, at, fine)
         rows[kind.__name__].append(row)
         found, low, high = row
         if found < low * (1 - 1e-8) - 1e-12 or found > 1.001 * high + 1e-6:

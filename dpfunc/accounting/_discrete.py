@@ -10,7 +10,7 @@ import numpy as np
 
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting._losses import Array, Atoms, Direction
-from dpfunc.accounting._pairs import LARGEST_LOSS, dominating, stated
+from dpfunc.accounting._pairs import CELLS, LARGEST_LOSS, dominating, stated
 
 _REACH = 38.0  # standard deviations; beyond are 1e-315 of the mass
 _MOST = 4000  # integers that are not put together
@@ -68,12 +68,14 @@ def answers(noise: float, number: int) -> Atoms:
 
 
 @functools.lru_cache(maxsize=64)
-def mixture(s: float, distances: tuple[float, ...], probs: tuple[float, ...], direction: Direction) -> Atoms:
+def mixture(
+    s: float, distances: tuple[float, ...], probs: tuple[float, ...], direction: Direction, cells: int = CELLS
+) -> Atoms:
     """The law of `sum_i p_i N(c_i, s^2)` against `N(0, s^2)`; with the record the outputs are larger."""
     c, weight = np.array(distances)[:, None], np.array(probs)[:, None]
     low, high = -9.5 * s, float(c.max()) + 9.5 * s  # of fine cells
     far = np.arange(0.2, 28.5, 0.2) * s
-    x = np.concatenate([low - far[::-1], np.arange(low, high, s / 100), high + far])
+    x = np.concatenate([low - far[::-1], np.arange(low, high, s / cells), high + far])
     edges = np.concatenate([[-np.inf], x, [np.inf]])
     plain = losses.normal_masses(edges / s)
     each = losses.normal_masses((edges - c) / s)

@@ -12,7 +12,7 @@ from dpfunc.accounting import _losses as losses
 from dpfunc.accounting._allocation import allocated
 from dpfunc.accounting._losses import MEANS, Array, Atoms, Direction
 
-_CELLS = 100  # of one standard deviation: the variance of a loss rises by 2e-5 of itself
+CELLS, FINE_CELLS = 100, 1500  # of one standard deviation: the variance of a loss rises by 2e-5 of itself, or 1e-7
 _BULK, _REACH = 9.5, 38.0  # standard deviations: of fine cells, and of all; beyond are 1e-315 of the mass
 _LAPLACE_CELLS = 2000
 LARGEST_LOSS = 700.0  # e^700 fits into float64
@@ -40,29 +40,29 @@ def joined(above: Atoms, other: Atoms) -> Atoms:
     return Atoms(np.append(mass, max(rest, 0.0)), np.append(loss, 0.0), above.infinite)
 
 
-def _ends(s: float, low: float, high: float) -> Array:
+def _ends(s: float, low: float, high: float, cells: int) -> Array:
     """Ends of cells for normals of standard deviation s with means in low..high."""
-    fine = np.arange(low - _BULK * s, high + _BULK * s, s / _CELLS)
+    fine = np.arange(low - _BULK * s, high + _BULK * s, s / cells)
     return np.append(fine, np.arange(fine[-1] + s / 5, high + _REACH * s, s / 5))
 
 
-def gaussian(q: float, s: float, direction: Direction) -> Atoms:
-    return losses.atoms(q, s, _ends(s, min(0.0, *MEANS[direction]), max(0.0, *MEANS[direction])), direction)
+def gaussian(q: float, s: float, direction: Direction, cells: int = CELLS) -> Atoms:
+    return losses.atoms(q, s, _ends(s, min(0.0, *MEANS[direction]), max(0.0, *MEANS[direction]), cells), direction)
 
 
 @functools.lru_cache(maxsize=256)
-def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
+def capped(q: float, s: float, n: int, cap: int, direction: Direction, cells: int = CELLS) -> Atoms:
     """The law of a batch of a Poisson sample that is cut to `cap` records; see `Capped`."""
     from scipy.stats import binom
 
     if q == 1:
-        return without_replacement(min(cap / n, 1.0), s, direction)
+        return without_replacement(min(cap / n, 1.0), s, direction, cells)
     full = float(binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
     if full < 1e-300:
-        return gaussian(q, s, direction)
+        return gaussian(q, s, direction, cells)
     kept = min(1.0, float(binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
-    displaced = gaussian(kept, s / 2 if direction == "replace" else s / 4, "replace")
-    poisson = gaussian(q, s, direction)
+    displaced = gaussian(kept, s / 2 if direction == "replace" else s / 4, "replace", cells)
+    poisson = gaussian(q, s, direction, cells)
     return Atoms(  # of both: which one it is is seen
         np.append(full * displaced.mass, (1 - full) * poisson.mass),
         np.append(displaced.loss, poisson.loss),
@@ -70,19 +70,19 @@ def capped(q: float, s: float, n: int, cap: int, direction: Direction) -> Atoms:
     )
 
 
-def without_replacement(q: float, s: float, direction: Direction) -> Atoms:
+def without_replacement(q: float, s: float, direction: Direction, cells: int = CELLS) -> Atoms:
     """The law of a batch of a fixed share q of all records; see `Capped`."""
-    one = losses.atoms(q, s, np.union1d(_ends(s, 0.0, 1.0), 0.5), "remove")  # 1/2 has loss 0
+    one = losses.atoms(q, s, np.union1d(_ends(s, 0.0, 1.0, cells), 0.5), "remove")  # 1/2 has loss 0
     if direction == "replace":
         return joined(one, one)
-    two = _displaced(q, s)
+    two = _displaced(q, s, cells)
     return joined(two, one) if direction == "remove" else joined(one, two)
 
 
-def _displaced(q: float, s: float) -> Atoms:
+def _displaced(q: float, s: float, cells: int) -> Atoms:
     """Losses >= 0 of `P = (1-q) N(0) + q N(2)` and `Q = (1-q) N(0) + q N(1)`: there they increase with x."""
     # loss 0 is at e^((x - 3/2) / s^2) = 1
-    x = _ends(s, 1.5 + _BULK * s, 2.0)
+    x = _ends(s, 1.5 + _BULK * s, 2.0, cells)
     x = np.append(1.5, x[x > 1.5])
     parts = [losses.normal_masses((np.append(x, np.inf) - mean) / s) for mean in (0.0, 1.0, 2.0)]
     p, q_ = (1 - q) * parts[0] + q * parts[2], (1 - q) * parts[0] + q * parts[1]
@@ -95,12 +95,12 @@ def _displaced(q: float, s: float) -> Atoms:
 
 
 @functools.lru_cache(maxsize=256)
-def laplace(q: float, b: float, direction: Direction) -> Atoms:
+def laplace(q: float, b: float, direction: Direction, cells: int = CELLS) -> Atoms:
     """The law of a number with Laplace noise of scale b, 1 from its neighbour; the loss is constant beyond both."""
     if 1 / b > LARGEST_LOSS:
         return stated(1 / b, 0.0)  # such a loss has no exponential
     means = MEANS[direction]
-    x = np.linspace(min(0.0, *means), max(0.0, *means), max(_LAPLACE_CELLS, math.ceil(_CELLS / b)) + 1)
+    x = np.linspace(min(0.0, *means), max(0.0, *means), max(_LAPLACE_CELLS * cells // CELLS, math.ceil(cells / b)) + 1)
     edges = np.concatenate([[-np.inf], x, [np.inf]])
     masses = np.stack([_laplace_masses(edges - mean, b) for mean in (0.0, *means)])
     p = (1 - q) * masses[0] + q * masses[1]

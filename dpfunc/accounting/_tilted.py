@@ -22,7 +22,7 @@ the safe side. For K(z) = sum_i T_i log E e^(z L_i) of the discrete losses, and 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._gaussian import as_float
+from dpfunc.accounting._lattice import lattice_epsilon
 from dpfunc.accounting._losses import ULP, Array, Atoms, Direction, Fixed, Kind, Law, TiltedUnavailable
 from dpfunc.accounting._search import falling_root
 
@@ -57,16 +58,21 @@ def tilted_epsilon(
     directions: Sequence[Direction],
     delta: float,
     fixed: Mapping[Direction, Sequence[Fixed]] = _NONE,
+    finer: Mapping[Direction, Sequence[Fixed]] | None = None,
 ) -> _Bound:
-    """The larger bound of the directions; `fixed` are laws of other steps, whose infinite losses are not counted."""
+    """The larger bound of the directions; `fixed` are laws of other steps, whose infinite losses are not counted.
+
+    With `finer`, laws of the same steps with smaller errors, the bound is computed once more on a lattice.
+    """
     kinds = _within_domain(kinds, delta)
     if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
         return _Bound(max(_one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
-    found = one_direction(kinds, directions[0], delta, fixed=fixed.get(directions[0], ()))
-    for direction in directions[1:]:
-        more = one_direction(kinds, direction, delta, found.epsilon, fixed.get(direction, ()))
-        found = _Bound(max(found.epsilon, more.epsilon), found.renyi)
+    found = _Bound(0.0, 0.0)
+    for direction in directions:
+        last = None if finer is None else finer.get(direction, ())
+        more = one_direction(kinds, direction, delta, found.epsilon, fixed.get(direction, ()), last)
+        found = _Bound(max(found.epsilon, more.epsilon), max(found.renyi, more.renyi))
     return found
 
 
@@ -118,8 +124,9 @@ def one_step_delta(q: float, s: float, direction: Direction, epsilon: float) -> 
 
 
 def one_direction(
-    kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0, fixed: Sequence[Fixed] = ()
-) -> _Bound:
+    kinds: Sequence[Kind], direction: Direction, delta: float, floor: float = 0.0, fixed: Sequence[Fixed] = (),
+    finer: Sequence[Fixed] | None = None,
+) -> _Bound:  # fmt: skip
     """The bound for neighbours in one order; not below `floor`, which the other order has already cost."""
     log_delta = math.log(delta)
     few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
@@ -142,6 +149,9 @@ def one_direction(
         fine /= 8 if settled else 1
         about, slope = best, steepness
         t = aims.saddle(few, about)
+    if finer is not None and best > floor:
+        aim = aims.make_aim(few, best, steepness, aims.saddle(few, best), log_delta)
+        best = min(best, lattice_epsilon(replace(base, fixed=finer), aim, delta))
     return _Bound(best, renyi)
 
 

@@ -70,7 +70,9 @@ class Guarantee:
 
 
 @functools.lru_cache(maxsize=4096)
-def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> Guarantee:
+def cached_epsilon(
+    events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str, fine: bool = False
+) -> Guarantee:
     """Compute the epsilon of events with known laws, from validated arguments; 0 <= delta < 1."""
     for event in events:
         if (law := law_kind(event)) not in _TAKEN[method]:
@@ -94,7 +96,7 @@ def cached_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float
     else:
         # Each allocated epoch also as one release of all records, a better bound for few batches or large losses.
         wholes = (Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
-        ways = (_bounded(each, adjacency, delta, method) for each in dict.fromkeys((events, tuple(wholes))))
+        ways = (_bounded(each, adjacency, delta, method, fine) for each in dict.fromkeys((events, tuple(wholes))))
         found = min(ways, key=operator.itemgetter(0))
     epsilon, named, note = found
     return Guarantee(epsilon, delta, named, adjacency, note)
@@ -125,7 +127,7 @@ def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
     return gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
 
 
-def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
+def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str, fine: bool) -> _Bound:
     named: Method = "prv" if method == "prv" else "rdp" if method == "rdp" else "tilted"  # where each says the same
     if not events:
         return 0.0, named, "nothing spent"
@@ -138,11 +140,11 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     delta -= lost  # no epsilon makes it smaller
     if delta <= lost * ROUNDING or worst == 0:
         return worst, named, "the largest loss that can be"
-    found = _numerically(events, adjacency, delta, method)
+    found = _numerically(events, adjacency, delta, method, fine)
     return (worst, named, "the largest loss that can be") if worst < found[0] else found
 
 
-def _numerically(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str) -> _Bound:
+def _numerically(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str, fine: bool) -> _Bound:
     """Epsilon of the finite losses, at a delta > 0."""
     if method == "rdp":
         return _by_renyi(events, adjacency, delta, "Renyi bound")
@@ -150,18 +152,19 @@ def _numerically(events: tuple[Event, ...], adjacency: Adjacency, delta: float, 
         fewer, rounded = renyi_events(events)
         numerical, error = prv_epsilon(fewer, adjacency, delta)
         return numerical, "prv", f"about {error:.2g} above the truth{rounded}"
-    return _tightest(events, adjacency, delta, alone=method == "tilted")
+    return _tightest(events, adjacency, delta, alone=method == "tilted", fine=fine)
 
 
-def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool) -> _Bound:
+def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, alone: bool, fine: bool) -> _Bound:
     """The bound by tilted composition; if not `alone`, that of Renyi where it is smaller, or the only one."""
     plain, special = divided(events)
     fewer, rounded = fewer_kinds(plain, _TILTED_KINDS)
-    if laws := sole_laws(events, adjacency):
+    if laws := sole_laws(events, adjacency, fine):
         return max(_of_one_law(law, delta) for law in laws), "tilted", "the delta of one law of losses"
     try:
         fixed = {direction: _fixed(special, direction) for direction in DIRECTIONS[adjacency]} if special else {}
-        tight = tilted_epsilon(_kinds(fewer), DIRECTIONS[adjacency], delta, fixed)
+        finer = {direction: _fixed(special, direction, fine) for direction in DIRECTIONS[adjacency]} if fine else None
+        tight = tilted_epsilon(_kinds(fewer), DIRECTIONS[adjacency], delta, fixed, finer)
     except TiltedUnavailable as refusal:
         if alone:
             raise
@@ -172,11 +175,11 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
     return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=operator.itemgetter(0))
 
 
-def sole_laws(events: tuple[Event, ...], adjacency: Adjacency) -> list[Atoms]:
+def sole_laws(events: tuple[Event, ...], adjacency: Adjacency, fine: bool = False) -> list[Atoms]:
     """The law of losses of a single release, for each order of the neighbours, if float64 holds their exponentials."""
     if len(events) != 1 or events[0].num_steps > 1 or law_kind(events[0]) != LOSSES:
         return []
-    laws = [law_of(events[0], direction) for direction in DIRECTIONS[adjacency]]
+    laws = [law_of(events[0], direction, fine) for direction in DIRECTIONS[adjacency]]
     return laws if all(np.max(law.loss, initial=0.0) <= LARGEST_LOSS for law in laws) else []
 
 
@@ -194,8 +197,8 @@ def _kinds(plain: tuple[Event, ...]) -> list[Kind]:
     return [(event.sampling_prob, event.noise_multiplier, event.num_steps) for event in plain]
 
 
-def _fixed(special: tuple[Event, ...], direction: Direction) -> list[Fixed]:
-    return [(event.num_steps, law_of(event, direction)) for event in special]
+def _fixed(special: tuple[Event, ...], direction: Direction, fine: bool = False) -> list[Fixed]:
+    return [(event.num_steps, law_of(event, direction, fine)) for event in special]
 
 
 def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float) -> float:

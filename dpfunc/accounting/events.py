@@ -18,7 +18,7 @@ from dpfunc._utils.validation import apart, expect, fail, non_negative, positive
 from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
-from dpfunc.accounting._pairs import LARGEST_LOSS, capped, epoch, laplace, stated
+from dpfunc.accounting._pairs import CELLS, FINE_CELLS, LARGEST_LOSS, capped, epoch, laplace, stated
 from dpfunc.accounting.mechanisms import (
     DiscreteGaussian,
     DiscreteLaplace,
@@ -133,26 +133,30 @@ _Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fi
 
 
 class Losses(NamedTuple):
-    """A law of losses: of one step, for neighbours in one order; the finite ones of a pure release are bounded."""
+    """A law of losses: of one step, for neighbours in one order, by cells of which so many are a standard deviation.
 
-    of: Callable[[Any, Direction], Atoms]
+    The finite ones of a pure release are bounded.
+    """
+
+    of: Callable[[Any, Direction, int], Atoms]
     pure: bool = False
 
 
 _LOSSES: Mapping[type, Losses] = {
-    Allocated: Losses(lambda e, d: epoch(e.num_batches, e.noise_multiplier, d)),
-    Capped: Losses(lambda e, d: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d)),
-    Laplace: Losses(lambda e, d: laplace(e.sampling_prob, e.noise_multiplier, d), pure=True),
+    Allocated: Losses(lambda e, d, _: epoch(e.num_batches, e.noise_multiplier, d)),
+    Capped: Losses(lambda e, d, cells: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d, cells)),
+    Laplace: Losses(lambda e, d, cells: laplace(e.sampling_prob, e.noise_multiplier, d, cells), pure=True),
     DiscreteGaussian: Losses(
-        lambda e, d: discrete_gaussian(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d)
+        lambda e, d, _: discrete_gaussian(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d)
     ),
     DiscreteLaplace: Losses(
-        lambda e, d: discrete_laplace(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d), pure=True
+        lambda e, d, _: discrete_laplace(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d),
+        pure=True,
     ),
-    Exponential: Losses(lambda e, _: stated(e.epsilon, 0.0), pure=True),
-    MixtureOfGaussians: Losses(lambda e, d: mixture(e.noise_multiplier, e.distances, e.probs, d)),
-    Opaque: Losses(lambda e, _: stated(e.epsilon, e.delta), pure=True),
-    RandomizedResponse: Losses(lambda e, _: answers(e.noise, e.num_answers), pure=True),
+    Exponential: Losses(lambda e, d, _: stated(e.epsilon, 0.0), pure=True),
+    MixtureOfGaussians: Losses(lambda e, d, cells: mixture(e.noise_multiplier, e.distances, e.probs, d, cells)),
+    Opaque: Losses(lambda e, d, _: stated(e.epsilon, e.delta), pure=True),
+    RandomizedResponse: Losses(lambda e, d, _: answers(e.noise, e.num_answers), pure=True),
 }
 # Class of an event -> its Renyi curve, of those without a law of losses, and where it is below that of the law.
 _CURVES: Mapping[type, Callable[[Any, Array], Array]] = {
@@ -179,13 +183,13 @@ def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ..
     return tuple(found[0]), tuple(found[1])
 
 
-def law_of(event: Event, direction: Direction) -> Atoms:
-    """Losses that dominate those of one step."""
+def law_of(event: Event, direction: Direction, fine: bool = False) -> Atoms:
+    """Losses that dominate those of one step; `fine`: by many more cells."""
     if law_kind(event) == RENYI:
         raise TiltedUnavailable(f"Expected a law of losses, got a Renyi curve, {event!r}. Use method 'rdp'.")
     if event.noise_multiplier == 0 and not isinstance(event, WithoutNoise):
         return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
-    return _LOSSES[type(event)].of(event, direction)
+    return _LOSSES[type(event)].of(event, direction, FINE_CELLS if fine else CELLS)
 
 
 def extremes(special: tuple[Event, ...], directions: tuple[Direction, ...]) -> tuple[float, float]:

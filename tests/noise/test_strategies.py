@@ -9,13 +9,10 @@ import math
 
 import numpy as np
 import pytest
-from accounting_oracle import epsilon_by_inversion
 from scipy.special import binom
 
-from dpfunc.accounting import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import BISR, BLT, BSR, BandMF, LambdaCGD, optimal_bands, optimal_buffers, prefix_errors
-from dpfunc.types import Event
 
 STEPS, RUN = 512, (512, 64, 8)
 DIGITS = 1e-6  # relative
@@ -252,22 +249,6 @@ def test_buffers_of_a_long_run_are_those_of_their_recursion():
         column[step] = recursion.scale * (step == 0) + recursion.read @ buffers
         buffers = recursion.keep @ buffers + recursion.write * column[step]
     assert strategy.inverse(n) == pytest.approx(column, abs=1e-13)
-
-
-# Another library's upper bounds, on a grid of its own; the truth is an inversion of the Laplace transform.
-AMPLIFIED = {1: (0.185571, 0.18551626), 8: (0.819755, 0.81975365), 32: (1.947697, 1.94769692)}
-
-
-@pytest.mark.parametrize("bands", AMPLIFIED)
-def test_cyclic_samples_amplify(bands):
-    """BandMF with samples in cycles costs Poisson steps with `bands q`, one a cycle: n 1000, q .001, sigma 1."""
-    published, truth = AMPLIFIED[bands]
-    matrix = optimal_bands(1000, bands)
-    event = Event(bands * 0.001, 1 / matrix.sensitivity(1000, 1000, 1), math.ceil(1000 / bands))
-    assert epsilon_by_inversion([(event.sampling_prob, 1.0, event.num_steps)], 1e-6) == pytest.approx(truth, rel=1e-7)
-    assert truth <= published * (1 + DIGITS)
-    found = Ledger((event,)).epsilon(1e-6).epsilon
-    assert truth <= found <= truth * (1 + 3e-5)
 
 
 def test_values_are_kept_and_nobody_can_write_them():
