@@ -1,5 +1,7 @@
 """Tight upper bound on epsilon from losses on one lattice: some 1e-7 of itself above it, where few points are enough.
 
+May import: its folder, batches, rng and below. Trusted: yes.
+
 The losses of each kind of step are put on points `c + j h`, j = 0, 1, .., with one h for all kinds: by cells that
 dominate them as in _losses.py, which adds about `steps t (1 + t) h^2 / 12` to log delta. The masses of the sum are an
 inverse FFT of the product of the transforms, with weights `e^(t loss)`, so that they are largest near epsilon and the
