@@ -215,8 +215,10 @@ def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Ev
 
 
 def plan_digest(plan: Plan) -> str:
-    """A digest of a plan, to tell two plans apart."""
-    return f"{digest(stable_repr(plan)):016x}"
+    """A digest of a plan, to tell two plans apart: of its repr, and of the fields of a part without a repr."""
+    parts = (plan.sampler, plan.clip, plan.noise)
+    plain = [sorted(vars(part).items()) for part in parts if type(part).__repr__ is object.__repr__]
+    return f"{digest(stable_repr((plan, plain) if any(plain) else plan)):016x}"
 
 
 def stable_repr(value: object) -> str:

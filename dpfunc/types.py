@@ -168,11 +168,9 @@ class Event:
 
     def __post_init__(self) -> None:
         checks.set_fields(self, {
-            "sampling_prob": checks.real(
-                "sampling_prob", self.sampling_prob, "0 <= sampling_prob <= 1", inside=lambda q: 0 <= q <= 1
-            ),
+            "sampling_prob": checks.unit_interval("sampling_prob", self.sampling_prob),
             "noise_multiplier": checks.non_negative("noise_multiplier", self.noise_multiplier),
-            "num_steps": checks.integer("num_steps", self.num_steps, minimum=1),
+            "num_steps": checks.count("num_steps", self.num_steps),
         })  # fmt: skip
 
     def law(self) -> tuple[Event, ...]:
@@ -181,6 +179,7 @@ class Event:
 
 
 @dataclass(frozen=True, order=True)
+@checks.checked(dataset_size=checks.count, cap=checks.count)
 class Capped(Event):
     """Gaussian steps over a Poisson sample of which at most `cap` records are kept, a random subset if there are more.
 
@@ -207,11 +206,6 @@ class Capped(Event):
 
     dataset_size: int
     cap: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.integer("dataset_size", self.dataset_size, minimum=1)
-        checks.integer("cap", self.cap, minimum=1)
 
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:

@@ -252,3 +252,15 @@ def test_tensors_of_an_earlier_step_are_refused(name):
             break
         state = dp_step(params(), own, state, mask_B=mask_B).state
     assert state.step == expected
+
+
+def test_plans_with_noise_without_a_repr_are_told_apart():
+    """A class of a user's own has the repr of an object: its values are read."""
+
+    class Mine:
+        def __init__(self, level):
+            self.level = level
+            self.check, self.events, self.mechanism = Gaussian().check, Gaussian().events, Gaussian().mechanism
+
+    digests = [state_module.plan_digest(dataclasses.replace(PLAN, noise=Mine(level))) for level in (1.0, 1.0, 2.0)]
+    assert digests[0] == digests[1] != digests[2]

@@ -19,6 +19,7 @@ from dpfunc.errors import InvalidArgument
 _LARGEST_DATASET = 2**46  # gaps between drawn records add up within int64; float64 has each of these integers
 Name = TypeVar("Name", bound=str)
 Made = TypeVar("Made", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type[Any])
 
 
 def fail(domain: str, name: str, value: object, hint: str = "") -> InvalidArgument:
@@ -35,6 +36,36 @@ def set_fields(made: object, values: Mapping[str, object]) -> None:
     """Set fields of a frozen dataclass, in its `__post_init__`, to what their checks have made of them."""
     for name, value in values.items():
         object.__setattr__(made, name, value)
+
+
+def checked(**checks: Callable[[str, Any], object]) -> Callable[[Kind], Kind]:
+    """Class decorator, below `@dataclass`: each field becomes what its check makes of its name and value.
+
+    The checks of the classes above it, and its own `__post_init__`, come first.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... @checked(number=count)
+    ... class Bins:
+    ...     number: int
+    >>> Bins(0)
+    Traceback (most recent call last):
+        ...
+    dpfunc.errors.InvalidArgument: Expected an integer number >= 1, got number=0.
+    """
+
+    def decorate(kind: Kind) -> Kind:
+        before = getattr(kind, "__post_init__", None)
+
+        def check(made: Any) -> None:
+            if before is not None:
+                before(made)
+            set_fields(made, {name: checks[name](name, getattr(made, name)) for name in checks})
+
+        type.__setattr__(kind, "__post_init__", check)
+        return kind
+
+    return decorate
 
 
 def expect(holds: object, domain: str, name: str, value: object, hint: str = "") -> None:
@@ -74,12 +105,21 @@ probability = _range("0 < {} <= 1", lambda number: 0 < number <= 1)
 open_unit = _range("0 < {} < 1", lambda number: 0 < number < 1)
 
 
+unit_interval = _range("0 <= {} <= 1", lambda number: 0 <= number <= 1)
+below_one = _range("0 <= {} < 1", lambda number: 0 <= number < 1)
+
+
 def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     """An integer >= minimum; floats and bools are refused, numpy integers are welcome."""
     whole = not isinstance(value, bool) and hasattr(value, "__index__")
     number = cast(SupportsIndex, value).__index__() if whole else minimum - 1
     expect(number >= minimum, f"an integer {name} >= {minimum}", name, value, hint)
     return number
+
+
+def count(name: str, value: object) -> int:
+    """An integer >= 1."""
+    return integer(name, value, minimum=1)
 
 
 def records(dataset_size: object) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpfunc._utils.validation import apart, expect, fail, non_negative, positive, real, set_fields
+from dpfunc._utils.validation import apart, below_one, checked, expect, fail, non_negative, positive, real
 from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
@@ -30,6 +30,12 @@ from dpfunc.accounting.mechanisms import (
 )
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
+
+
+def _largest(name: str, value: object) -> float:
+    """An epsilon whose exponential float64 holds."""
+    domain = f"0 <= {name} <= {LARGEST_LOSS:g}"
+    return real(name, value, domain, inside=lambda x: 0 <= x <= LARGEST_LOSS)
 
 
 @dataclass(frozen=True, order=True)
@@ -52,6 +58,7 @@ class Laplace(Event):
 
 
 @dataclass(frozen=True, order=True)
+@checked(epsilon=_largest, delta=below_one)
 class Opaque(WithoutNoise):
     """Releases of which only this is known: each is (epsilon, delta)-private, for the neighbours of the ledger.
 
@@ -69,19 +76,11 @@ class Opaque(WithoutNoise):
     epsilon: float
     delta: float
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        set_fields(self, {
-            "epsilon": real(
-                "epsilon", self.epsilon, f"0 <= epsilon <= {LARGEST_LOSS:g}", inside=lambda x: 0 <= x <= LARGEST_LOSS
-            ),
-            "delta": real("delta", self.delta, "0 <= delta < 1", inside=lambda x: 0 <= x < 1),
-        })  # fmt: skip
-
     law = Event.law  # itself, see `law_of`
 
 
 @dataclass(frozen=True, order=True)
+@checked(rho=positive, xi=non_negative)
 class ZCDP(Event):
     """Releases that are (xi, rho)-zero-concentrated private, for the neighbours of the ledger; Bun and Steinke 2016.
 
@@ -104,10 +103,6 @@ class ZCDP(Event):
     noise_multiplier: float = field(default=0.0, init=False)
     rho: float
     xi: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        set_fields(self, {"rho": positive("rho", self.rho), "xi": non_negative("xi", self.xi)})
 
     law = Event.law  # itself, see `law_of`
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from dpfunc._utils.validation import expect, fail, integer, one_of, real, signed, unique_json, unsigned
+from dpfunc._utils.validation import below_one, expect, fail, integer, one_of, signed, unique_json, unsigned
 from dpfunc.accounting.accountant import METHODS, Guarantee, cached_epsilon
 from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, surplus, to_values
 from dpfunc.errors import InvalidArgument, LedgerConflict
@@ -192,8 +192,7 @@ def epsilon(ledger: Ledger, delta: float, method: str = "auto", *, fine: bool = 
     """
     expect(isinstance(ledger, Ledger), "a Ledger", "ledger", ledger, "Use Ledger((Event(...), ...)).")
     one_of("method", method, METHODS)
-    at = real("delta", delta, "0 <= delta < 1", inside=lambda at: 0 <= at < 1)
-    return cached_epsilon(ledger.law, ledger.adjacency, at, method, fine)
+    return cached_epsilon(ledger.law, ledger.adjacency, below_one("delta", delta), method, fine)
 
 
 def schedule_ledger(

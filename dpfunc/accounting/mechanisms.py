@@ -6,7 +6,7 @@ May import: its folder, batches, rng and below. Trusted: yes.
 import math
 from dataclasses import dataclass, field
 
-from dpfunc._utils.validation import expect, fail, integer, non_negative, positive, real
+from dpfunc._utils.validation import checked, count, expect, fail, non_negative, positive, unit_interval
 from dpfunc.types import Adjacency, Event
 
 _MOST_NOISE = 1e5  # all outputs of discrete Gaussian noise are listed
@@ -44,13 +44,14 @@ class DiscreteGaussian(Event):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        deviation = self.noise_multiplier * integer("sensitivity", self.sensitivity, minimum=1)
+        deviation = self.noise_multiplier * count("sensitivity", self.sensitivity)
         expect(deviation <= _MOST_NOISE, f"noise_multiplier * sensitivity <= {_MOST_NOISE:g}", "the product", deviation)
 
     law = Event.law  # itself
 
 
 @dataclass(frozen=True, order=True)
+@checked(sensitivity=count)
 class DiscreteLaplace(Event):
     """Releases of an integer with discrete Laplace noise, `P[x] ~ e^(-|x| / b)`; Poisson samples.
 
@@ -70,14 +71,11 @@ class DiscreteLaplace(Event):
 
     sensitivity: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        integer("sensitivity", self.sensitivity, minimum=1)
-
     law = Event.law  # itself
 
 
 @dataclass(frozen=True, order=True)
+@checked(noise=unit_interval, num_answers=count)
 class RandomizedResponse(WithoutNoise):
     """Releases of one of `num_answers` answers: the true one, or with probability `noise` a uniform one.
 
@@ -97,11 +95,6 @@ class RandomizedResponse(WithoutNoise):
     noise: float
     num_answers: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "noise", real("noise", self.noise, "0 <= noise <= 1", inside=lambda x: 0 <= x <= 1))
-        integer("num_answers", self.num_answers, minimum=1)
-
     @property
     def adjacencies(self) -> tuple[Adjacency, ...]:
         """The neighbours of a ledger that may have it."""
@@ -113,6 +106,7 @@ class RandomizedResponse(WithoutNoise):
 
 
 @dataclass(frozen=True, order=True)
+@checked(epsilon=positive)
 class Exponential(WithoutNoise):
     """Releases of a choice by the exponential mechanism, `P[y] ~ e^(epsilon score(y) / (2 sensitivity))`.
 
@@ -131,10 +125,6 @@ class Exponential(WithoutNoise):
     """
 
     epsilon: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "epsilon", positive("epsilon", self.epsilon))
 
     law = Event.law  # itself
 
@@ -167,7 +157,7 @@ class MixtureOfGaussians(Event):
         for name, values in (("distances", self.distances), ("probs", self.probs)):
             expect(isinstance(values, (tuple, list)), "a tuple of numbers", name, values)
         distances = tuple(non_negative("distances", value) for value in self.distances)
-        probs = tuple(real("probs", p, "0 <= probs <= 1", inside=lambda p: 0 <= p <= 1) for p in self.probs)
+        probs = tuple(unit_interval("probs", p) for p in self.probs)
         if len(distances) != len(probs) or abs(math.fsum(probs) - 1) > 1e-12:
             raise fail(f"{len(distances)} probabilities that sum to 1, one for each distance", "probs", self.probs)
         object.__setattr__(self, "distances", distances)
@@ -182,6 +172,7 @@ class MixtureOfGaussians(Event):
 
 
 @dataclass(frozen=True, order=True)
+@checked(num_leaves=count)
 class Tree(Event):
     """Releases of all prefix sums of `num_leaves` steps by a binary tree, each record in one step: one epoch.
 
@@ -200,10 +191,6 @@ class Tree(Event):
 
     sampling_prob: float = field(default=1.0, init=False)
     num_leaves: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        integer("num_leaves", self.num_leaves, minimum=1)
 
     def law(self) -> tuple[Event, ...]:
         """One Gaussian step for each node that a record is in."""

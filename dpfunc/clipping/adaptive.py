@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpfunc._utils.validation import integer, named, open_unit, positive, set_fields
+from dpfunc._utils.validation import checked, integer, named, open_unit, positive
 from dpfunc.clipping.rules import ALL, LARGEST, SMALLEST, Flat, check_clip_norm, group_bounds
 from dpfunc.clipping.telemetry import BELOW, Statistic, Telemetry
 from dpfunc.errors import InvalidArgument
@@ -53,6 +53,7 @@ def count_share(noise_multiplier: float, count_noise: float, num_groups: int = 1
 
 @named
 @dataclass(frozen=True)
+@checked(clip_norm=check_clip_norm, quantile=open_unit, rate=positive, share=open_unit)
 class Adaptive:
     """Flat clipping to a quantile of the norms that each step estimates: `C <- C exp(-rate (b - quantile))`.
 
@@ -90,14 +91,6 @@ class Adaptive:
     rate: float = 0.2
     share: float = 0.01
     groups: Groups = ALL
-
-    def __post_init__(self) -> None:
-        set_fields(self, {
-            "clip_norm": check_clip_norm(self.clip_norm),
-            "quantile": open_unit("quantile", self.quantile),
-            "rate": positive("rate", self.rate),
-            "share": open_unit("share", self.share),
-        })  # fmt: skip
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """Scale factors (B, G) as those of `Flat`."""

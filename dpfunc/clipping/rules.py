@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.validation import apart, expect, integer, named, non_negative, positive, set_fields, shorten
+from dpfunc._utils.validation import apart, checked, count, expect, named, non_negative, positive, shorten
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, ClipRule, Groups, RunRule
 
@@ -61,6 +61,7 @@ class PerParameter:
 
 
 @dataclass(frozen=True)
+@checked(num_blocks=count)
 class Blocks:
     """`num_blocks` runs of parameters of (nearly) equal count, in the order of the parameters.
 
@@ -69,9 +70,6 @@ class Blocks:
     """
 
     num_blocks: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_blocks", integer("num_blocks", self.num_blocks, minimum=1))
 
     def assign(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Group of each name. More blocks than parameters is an error: a block would be empty."""
@@ -149,13 +147,13 @@ _TINY_NORM = 1e-12
 _TINY_FACTOR = 1e-30
 
 
-def check_clip_norm(clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
+def check_clip_norm(name: str, clip_norm: float | Mapping[str, float]) -> float | dict[str, float]:
     """A bound, or one bound for each group, each in [1e-10, 1e10] so that float32 can hold what follows from it."""
     if not isinstance(clip_norm, Mapping):
-        return _check_one("clip_norm", clip_norm)
+        return _check_one(name, clip_norm)
     if not clip_norm:
-        raise InvalidArgument("Expected clip_norm to name at least one group, got clip_norm={}.")
-    return {str(group): _check_one(f"clip_norm[{group!r}]", bound) for group, bound in clip_norm.items()}
+        raise InvalidArgument(f"Expected {name} to name at least one group, got {name}={{}}.")
+    return {str(group): _check_one(f"{name}[{group!r}]", bound) for group, bound in clip_norm.items()}
 
 
 def _check_one(name: str, value: float) -> float:
@@ -261,6 +259,7 @@ def of_run(rule: ClipRule) -> RunRule:
 
 @named
 @dataclass(frozen=True)
+@checked(clip_norm=check_clip_norm)
 class Flat:
     """Scale a gradient down to norm C, and leave it alone inside the ball: `factor = min(1, C / norm)`.
 
@@ -283,9 +282,6 @@ class Flat:
     clip_norm: float | Mapping[str, float]
     groups: Groups = ALL
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "clip_norm", check_clip_norm(self.clip_norm))
-
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / max(norm, C)`, which needs no constant against 0 / 0."""
         return bounds_G / torch.maximum(norms_BG, bounds_G)
@@ -293,6 +289,7 @@ class Flat:
 
 @named
 @dataclass(frozen=True)
+@checked(clip_norm=check_clip_norm, gamma=non_negative)
 class Automatic:
     """Normalise every gradient: `factor = C / (norm + gamma)`.
 
@@ -316,9 +313,6 @@ class Automatic:
     clip_norm: float | Mapping[str, float] = 1.0
     gamma: float = 0.01
     groups: Groups = ALL
-
-    def __post_init__(self) -> None:
-        set_fields(self, {"clip_norm": check_clip_norm(self.clip_norm), "gamma": non_negative("gamma", self.gamma)})
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / (norm + gamma)`; the infinity of 0 / 0 is limited by the ceiling that holds for every rule."""
@@ -348,6 +342,7 @@ def normalized(clip_norm: float | Mapping[str, float], regularizer: float, group
 
 
 @dataclass(frozen=True)
+@checked(clip_norm=check_clip_norm, regularizer=positive)
 class PSAC:
     """Weigh gradients by norm without monotone preference for small ones: `factor = C / (norm + r / (norm + r))`.
 
@@ -367,12 +362,6 @@ class PSAC:
     regularizer: float
     groups: Groups = ALL
 
-    def __post_init__(self) -> None:
-        set_fields(
-            self,
-            {"clip_norm": check_clip_norm(self.clip_norm), "regularizer": positive("regularizer", self.regularizer)},
-        )
-
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / (norm + r / (norm + r))`; at norm 0 the factor is C."""
         r = self.regularizer
@@ -380,6 +369,7 @@ class PSAC:
 
 
 @dataclass(frozen=True)
+@checked(clip_norm=check_clip_norm, threshold=positive)
 class Threshold:
     """Scale all gradients alike and drop the long ones: `factor = C / Z if norm <= Z else 0`.
 
@@ -398,11 +388,6 @@ class Threshold:
     clip_norm: float | Mapping[str, float]
     threshold: float
     groups: Groups = ALL
-
-    def __post_init__(self) -> None:
-        set_fields(
-            self, {"clip_norm": check_clip_norm(self.clip_norm), "threshold": positive("threshold", self.threshold)}
-        )
 
     def factors(self, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         """`C / Z` for norms up to Z, 0 above."""

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpfunc._utils.validation import expect, integer
+from dpfunc._utils.validation import checked, count, expect, integer
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, check_key, fold_in, stream
@@ -139,6 +139,7 @@ def _chosen(own: list[int], cap: int, key: Key, person: Hashable) -> list[int]:
 
 
 @dataclass(frozen=True)
+@checked(max_texts=count)
 class CollatePersons:
     """A collator of persons, each a list of at most `max_texts` records, for a data set in a Trainer or a loader.
 
@@ -154,9 +155,6 @@ class CollatePersons:
 
     collate: Callable[[list[Any]], Mapping[str, Tensor]] = field(repr=False)
     max_texts: int
-
-    def __post_init__(self) -> None:
-        integer("max_texts", self.max_texts, minimum=1)
 
     def __call__(self, persons: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of some persons, (B, K, ...) and `text_mask` (B, K); of records, which are mappings, as `collate`.

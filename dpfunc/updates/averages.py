@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, fail, integer, named, open_unit, set_fields
+from dpfunc._utils.validation import checked, expect, fail, integer, named, open_unit, set_fields
 from dpfunc.types import Params
 
 
@@ -48,6 +48,7 @@ def _add(state: dict[str, Any], params: Params, weight: float) -> dict[str, Any]
 
 @named
 @dataclass(frozen=True)
+@checked(decay=open_unit)
 class Ema:
     """Exponential moving average: the parameters of a step have `decay` times the weight of those of the next one.
 
@@ -70,9 +71,6 @@ class Ema:
     """
 
     decay: float
-
-    def __post_init__(self) -> None:
-        set_fields(self, {"decay": open_unit("decay", self.decay)})
 
     def begin(self) -> dict[str, Any]:
         """The state before the first step."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, positive, set_fields
+from dpfunc._utils.validation import checked, expect, positive
 from dpfunc.types import Params
 
 _SQUARES = "(squares) "  # before the name of a parameter: that of the sum of its squared gradients
@@ -24,6 +24,7 @@ def _summed(loss_fn: Callable[..., Any], batch: Any, params: Params) -> tuple[Te
 
 
 @dataclass(frozen=True)
+@checked(clip_norm=positive, weight=positive)
 class JointMoments:
     """Sums of clipped gradients g and of their squares, in one release of `(g, sqrt(weight) g * g)` for each record.
 
@@ -60,11 +61,6 @@ class JointMoments:
 
     clip_norm: float
     weight: float
-
-    def __post_init__(self) -> None:
-        set_fields(self, {
-            "clip_norm": positive("clip_norm", self.clip_norm), "weight": positive("weight", self.weight),
-        })  # fmt: skip
 
     @property
     def bound(self) -> float:

@@ -4,26 +4,12 @@ May import: its folder, batches, rng and below. Trusted: no.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from dpfunc._utils.validation import expect
 from dpfunc.types import Params
-
-
-@dataclass(frozen=True)
-class ScaledLoss:
-    """A loss whose gradients are scaled; see `scaled_loss`."""
-
-    loss_fn: Callable[..., Any]
-    scales: Mapping[str, Tensor]
-
-    def __call__(self, params: Params, batch: Any) -> Any:
-        """The loss of each row: that of `loss_fn`, where each number moves `scale` times as far."""
-        _check(self.scales, params)
-        return self.loss_fn({name: _moved(value, self.scales[name]) for name, value in params.items()}, batch)
 
 
 def _moved(value: Tensor, scale: Tensor) -> Tensor:
@@ -36,7 +22,7 @@ def _check(scales: Mapping[str, Tensor], params: Params) -> None:
     expect(scales.keys() == params.keys(), "a scale for each parameter", "scales", sorted(scales))
 
 
-def scaled_loss(loss_fn: Callable[..., Any], scales: Mapping[str, Tensor]) -> ScaledLoss:
+def scaled_loss(loss_fn: Callable[..., Any], scales: Mapping[str, Tensor]) -> Callable[[Params, Any], Any]:
     """The loss whose gradient is `scale * gradient`, number by number, for a step that clips and adds noise there.
 
     Noise of one size in all coordinates drowns those with small gradients. In coordinates in which gradients are alike
@@ -67,7 +53,12 @@ def scaled_loss(loss_fn: Callable[..., Any], scales: Mapping[str, Tensor]) -> Sc
     >>> torch.func.grad(lambda params: loss(params, torch.ones(1, 2)).sum())({"w": torch.zeros(2)})["w"]
     tensor([2.0000, 0.5000])
     """
-    return ScaledLoss(loss_fn, scales)
+
+    def scaled(params: Params, batch: Any) -> Any:
+        _check(scales, params)
+        return loss_fn({name: _moved(value, scales[name]) for name, value in params.items()}, batch)
+
+    return scaled
 
 
 def unscaled(grads: Params, scales: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -288,3 +288,16 @@ REFUSED = {
 def test_arguments_outside_their_domain(made, name):
     with pytest.raises(InvalidArgument, match=name):
         made()
+
+
+def test_lists_are_refused_by_name():
+    """Arguments are checked before the cache looks them up."""
+    for made, name in (
+        (lambda: optimal_bands([4], 2), "num_steps"),
+        (lambda: optimal_bands(4, [2]), "bands"),
+        (lambda: optimal_bands(4, 2, ["mean"]), "error"),
+        (lambda: optimal_buffers([10], 1), "num_steps"),
+        (lambda: optimal_buffers(10, 1, ["mean"]), "error"),
+    ):
+        with pytest.raises(InvalidArgument, match=name):
+            made()

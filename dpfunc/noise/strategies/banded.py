@@ -8,24 +8,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, real, set_fields
+from dpfunc._utils.validation import count, expect, one_of, real, set_fields
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
     Toeplitz,
     banded_recursion,
     check_bands,
-    frozen,
     inverted,
     padded,
 )
-from dpfunc.noise.strategies.errors import Error, weights_of
+from dpfunc.noise.strategies.errors import ERRORS, Error, weights_of
 from dpfunc.noise.strategies.square_root import BSR
-
-
-@lru_cache(maxsize=64)
-def _inverse(num_steps: int, weights: tuple[float, ...]) -> Array:
-    return frozen(inverted(padded(np.array(weights), num_steps)))
 
 
 @dataclass(frozen=True)
@@ -67,14 +61,13 @@ class BandMF(Toeplitz):
 
     def inverse(self, num_steps: int) -> Array:
         """First column of C^-1, (num_steps,)."""
-        return _inverse(num_steps, self.weights)
+        return inverted(self.weights, num_steps)
 
     def recursion(self, num_steps: int) -> Recursion | None:
         """The last bands - 1 releases as buffers."""
         return banded_recursion(np.array(self.weights))
 
 
-@lru_cache(maxsize=64)
 def optimal_bands(num_steps: int, bands: int, error: Error = "mean") -> BandMF:
     """The banded Toeplitz matrix with columns of norm 1 and the least error of prefix sums, by L-BFGS.
 
@@ -99,10 +92,15 @@ def optimal_bands(num_steps: int, bands: int, error: Error = "mean") -> BandMF:
     >>> print(f"{prefix_errors(optimal_bands(512, 8), 512).mean():.4f}")
     37.8356
     """
+    check_bands(bands, count("num_steps", num_steps))
+    return _best(num_steps, bands, one_of("error", error, ERRORS))
+
+
+@lru_cache(maxsize=64)
+def _best(num_steps: int, bands: int, error: Error) -> BandMF:
     from scipy.optimize import minimize
     from scipy.signal import lfilter
 
-    check_bands(bands, num_steps)
     weights = weights_of(error, num_steps)
 
     def loss(column: Array) -> tuple[float, Array]:

@@ -6,7 +6,8 @@ With the lower triangular matrix C of a strategy, a run releases `x + C^-1 z`: x
 independent Gaussian noise. It costs what one release of `C x + z` costs, which moves by `sensitivity`.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ class Strategy(Protocol):
     """
 
     @property
+    @abstractmethod
     def bands(self) -> int | None:
         """Number of diagonals of C that are not 0, the same for all n; None where C is not banded."""
 
@@ -50,17 +52,13 @@ class Strategy(Protocol):
         adds a vector of norm 1 at most to each, of any direction. `sensitivity(n, n, 1)` is the largest column's.
         """
 
+    @abstractmethod
     def recursion(self, num_steps: int) -> Recursion | None:
         """C^-1 z by a few buffers; None where there is no such recursion."""
 
 
-class Toeplitz(ABC):
+class Toeplitz(Strategy):
     """A strategy whose matrix has one value on each diagonal: `C[i, j] = c[i - j]`."""
-
-    @property
-    @abstractmethod
-    def bands(self) -> int | None:
-        """Number of diagonals of C that are not 0; None where C is not banded."""
 
     @abstractmethod
     def coefficients(self, num_steps: int) -> Array:
@@ -69,10 +67,6 @@ class Toeplitz(ABC):
     @abstractmethod
     def inverse(self, num_steps: int) -> Array:
         """First column of C^-1, (num_steps,)."""
-
-    @abstractmethod
-    def recursion(self, num_steps: int) -> Recursion | None:
-        """C^-1 z by a few buffers; None where there is no such recursion."""
 
     def row(self, num_steps: int, step: int) -> Array:
         """Row `step` of C^-1, see `Strategy`."""
@@ -147,11 +141,12 @@ def padded(values: Array, num_steps: int) -> Array:
     return column
 
 
-def inverted(column: Array) -> Array:
-    """First column of the inverse of a lower triangular Toeplitz matrix, from its own first column."""
+@lru_cache(maxsize=64)
+def inverted(diagonals: tuple[float, ...], num_steps: int) -> Array:
+    """First column of the inverse of a lower triangular Toeplitz matrix, from the values on its first diagonals."""
     from scipy.signal import lfilter
 
-    return np.asarray(lfilter([1.0], np.trim_zeros(column, "b"), unit(len(column))))
+    return frozen(np.asarray(lfilter([1.0], np.trim_zeros(np.array(diagonals[:num_steps]), "b"), unit(num_steps))))
 
 
 def frozen(values: Array) -> Array:

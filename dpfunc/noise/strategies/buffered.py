@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, integer, open_unit, positive, set_fields
+from dpfunc._utils.validation import expect, integer, one_of, open_unit, positive, set_fields
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
@@ -18,7 +18,7 @@ from dpfunc.noise.strategies.base import (
     most_participations,
     repeated,
 )
-from dpfunc.noise.strategies.errors import Error, weights_of
+from dpfunc.noise.strategies.errors import ERRORS, Error, weights_of
 
 
 def _powers(bases: Array, count: int) -> Array:
@@ -108,7 +108,6 @@ class BLT(Toeplitz):
         return Recursion(1.0, -np.array(self.scales), np.diag(self.decays), np.ones(len(self.decays)))
 
 
-@lru_cache(maxsize=64)
 def optimal_buffers(
     num_steps: int, buffers: int, error: Error = "largest", separation: int | None = None, participations: int = 1
 ) -> BLT:
@@ -136,14 +135,20 @@ def optimal_buffers(
     >>> print(f"{found.sensitivity(1000, 1000, 1) ** 2 * prefix_errors(found, 1000).max():.4f}")
     11.0308
     """
-    from scipy.optimize import minimize
-
     integer("num_steps", num_steps, minimum=2)
     integer("buffers", buffers, minimum=1)
     expect(buffers <= 8, "buffers <= 8", "buffers", buffers, "More gain nothing that float64 can tell.")
     between = num_steps if separation is None else separation
     check_participation(num_steps, between, participations)
-    weights, times = weights_of(error, num_steps), most_participations(num_steps, between, participations)
+    times = most_participations(num_steps, between, participations)
+    return _best(num_steps, buffers, one_of("error", error, ERRORS), between, times)
+
+
+@lru_cache(maxsize=64)
+def _best(num_steps: int, buffers: int, error: Error, between: int, times: int) -> BLT:
+    from scipy.optimize import minimize
+
+    weights = weights_of(error, num_steps)
 
     def loss(values: Array) -> float:
         scales, gaps = np.exp(values[:buffers]), np.exp(values[buffers:])

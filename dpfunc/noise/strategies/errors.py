@@ -11,13 +11,13 @@ from dpfunc._utils.validation import integer, one_of
 from dpfunc.noise.strategies.base import Array, Strategy, Toeplitz
 
 Error = Literal["mean", "largest"]
-_ERRORS: tuple[Error, ...] = ("mean", "largest")
+ERRORS: tuple[Error, ...] = ("mean", "largest")
 
 
 def weights_of(error: Error, num_steps: int) -> Array:
     """Weights (num_steps,) of B_k^2 in the squared error, for the first column B of the Toeplitz matrix A C^-1."""
     n = integer("num_steps", num_steps, minimum=1)
-    if one_of("error", error, _ERRORS) == "largest":
+    if one_of("error", error, ERRORS) == "largest":
         return np.ones(n)
     return np.asarray((n - np.arange(n)) / n)
 

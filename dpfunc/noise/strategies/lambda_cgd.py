@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc._utils.validation import real
+from dpfunc._utils.validation import below_one, checked
 from dpfunc.noise.strategies.base import Array, Recursion, check_participation, check_step, most_participations
 
 
 @dataclass(frozen=True)
+@checked(decay=below_one)
 class LambdaCGD:
     """Noise `d_t (z_t - decay z_(t-1))` with `d_t = sqrt((1 - decay^(2 (n - t))) / (1 - decay^2))`; arXiv 2601.22334.
 
@@ -30,9 +31,6 @@ class LambdaCGD:
     """
 
     decay: float
-
-    def __post_init__(self) -> None:
-        real("decay", self.decay, "0 <= decay < 1", inside=lambda x: 0 <= x < 1)
 
     @property
     def bands(self) -> int | None:

@@ -21,22 +21,11 @@ from dpfunc.noise.strategies.base import (
 )
 
 
+@lru_cache(maxsize=64)
 def _root(num_steps: int, factor: float) -> Array:
     """Coefficients of `(1 - x)^factor` for a factor of 1/2 or -1/2: the square root of prefix sums has -1/2."""
     k = np.arange(1, integer("num_steps", num_steps, minimum=1))
-    return np.concatenate([[1.0], np.cumprod((k - 1 - factor) / k)])
-
-
-@lru_cache(maxsize=64)
-def _inverse(num_steps: int, bands: int | None) -> Array:
-    if bands is None or bands >= num_steps:
-        return frozen(_root(num_steps, 0.5))
-    return frozen(inverted(padded(_root(bands, -0.5), num_steps)))
-
-
-@lru_cache(maxsize=64)
-def _from_inverse(num_steps: int, bands: int) -> Array:
-    return frozen(inverted(padded(_root(bands, 0.5), num_steps)))
+    return frozen(np.concatenate([[1.0], np.cumprod((k - 1 - factor) / k)]))
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,9 @@ class BSR(Toeplitz):
 
     def inverse(self, num_steps: int) -> Array:
         """First column of C^-1, (num_steps,)."""
-        return _inverse(num_steps, self.bands)
+        if self.bands is None or self.bands >= num_steps:
+            return _root(num_steps, 0.5)
+        return inverted(tuple(_root(self.bands, -0.5).tolist()), num_steps)
 
     def recursion(self, num_steps: int) -> Recursion | None:
         """The last bands - 1 releases as buffers; None without bands."""
@@ -108,7 +99,7 @@ class BISR(Toeplitz):
 
     def coefficients(self, num_steps: int) -> Array:
         """First column of C, (num_steps,)."""
-        return _from_inverse(num_steps, self.inverse_bands)
+        return inverted(tuple(_root(self.inverse_bands, 0.5).tolist()), num_steps)
 
     def inverse(self, num_steps: int) -> Array:
         """First column of C^-1, (num_steps,)."""
