@@ -179,7 +179,7 @@ class Event:
 
 
 @dataclass(frozen=True, order=True)
-@checks.checked(dataset_size=checks.count, cap=checks.count)
+@checks.checked({"dataset_size": checks.count, "cap": checks.count})
 class Capped(Event):
     """Gaussian steps over a Poisson sample of which at most `cap` records are kept, a random subset if there are more.
 

@@ -38,14 +38,14 @@ def set_fields(made: object, values: Mapping[str, object]) -> None:
         object.__setattr__(made, name, value)
 
 
-def checked(**checks: Callable[[str, Any], object]) -> Callable[[Kind], Kind]:
+def checked(checks: Mapping[str, Callable[[str, Any], object]]) -> Callable[[Kind], Kind]:
     """Class decorator, below `@dataclass`: each field becomes what its check makes of its name and value.
 
     The checks of the classes above it, and its own `__post_init__`, come first.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
-    ... @checked(number=count)
+    ... @checked({"number": count})
     ... class Bins:
     ...     number: int
     >>> Bins(0)

@@ -58,7 +58,7 @@ class Laplace(Event):
 
 
 @dataclass(frozen=True, order=True)
-@checked(epsilon=_largest, delta=below_one)
+@checked({"epsilon": _largest, "delta": below_one})
 class Opaque(WithoutNoise):
     """Releases of which only this is known: each is (epsilon, delta)-private, for the neighbours of the ledger.
 
@@ -80,7 +80,7 @@ class Opaque(WithoutNoise):
 
 
 @dataclass(frozen=True, order=True)
-@checked(rho=positive, xi=non_negative)
+@checked({"rho": positive, "xi": non_negative})
 class ZCDP(Event):
     """Releases that are (xi, rho)-zero-concentrated private, for the neighbours of the ledger; Bun and Steinke 2016.
 

@@ -51,7 +51,7 @@ class DiscreteGaussian(Event):
 
 
 @dataclass(frozen=True, order=True)
-@checked(sensitivity=count)
+@checked({"sensitivity": count})
 class DiscreteLaplace(Event):
     """Releases of an integer with discrete Laplace noise, `P[x] ~ e^(-|x| / b)`; Poisson samples.
 
@@ -75,7 +75,7 @@ class DiscreteLaplace(Event):
 
 
 @dataclass(frozen=True, order=True)
-@checked(noise=unit_interval, num_answers=count)
+@checked({"noise": unit_interval, "num_answers": count})
 class RandomizedResponse(WithoutNoise):
     """Releases of one of `num_answers` answers: the true one, or with probability `noise` a uniform one.
 
@@ -106,7 +106,7 @@ class RandomizedResponse(WithoutNoise):
 
 
 @dataclass(frozen=True, order=True)
-@checked(epsilon=positive)
+@checked({"epsilon": positive})
 class Exponential(WithoutNoise):
     """Releases of a choice by the exponential mechanism, `P[y] ~ e^(epsilon score(y) / (2 sensitivity))`.
 
@@ -172,7 +172,7 @@ class MixtureOfGaussians(Event):
 
 
 @dataclass(frozen=True, order=True)
-@checked(num_leaves=count)
+@checked({"num_leaves": count})
 class Tree(Event):
     """Releases of all prefix sums of `num_leaves` steps by a binary tree, each record in one step: one epoch.
 

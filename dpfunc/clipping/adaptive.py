@@ -53,7 +53,7 @@ def count_share(noise_multiplier: float, count_noise: float, num_groups: int = 1
 
 @named
 @dataclass(frozen=True)
-@checked(clip_norm=check_clip_norm, quantile=open_unit, rate=positive, share=open_unit)
+@checked({"clip_norm": check_clip_norm, "quantile": open_unit, "rate": positive, "share": open_unit})
 class Adaptive:
     """Flat clipping to a quantile of the norms that each step estimates: `C <- C exp(-rate (b - quantile))`.
 

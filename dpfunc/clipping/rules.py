@@ -61,7 +61,7 @@ class PerParameter:
 
 
 @dataclass(frozen=True)
-@checked(num_blocks=count)
+@checked({"num_blocks": count})
 class Blocks:
     """`num_blocks` runs of parameters of (nearly) equal count, in the order of the parameters.
 
@@ -259,7 +259,7 @@ def of_run(rule: ClipRule) -> RunRule:
 
 @named
 @dataclass(frozen=True)
-@checked(clip_norm=check_clip_norm)
+@checked({"clip_norm": check_clip_norm})
 class Flat:
     """Scale a gradient down to norm C, and leave it alone inside the ball: `factor = min(1, C / norm)`.
 
@@ -289,7 +289,7 @@ class Flat:
 
 @named
 @dataclass(frozen=True)
-@checked(clip_norm=check_clip_norm, gamma=non_negative)
+@checked({"clip_norm": check_clip_norm, "gamma": non_negative})
 class Automatic:
     """Normalise every gradient: `factor = C / (norm + gamma)`.
 
@@ -342,7 +342,7 @@ def normalized(clip_norm: float | Mapping[str, float], regularizer: float, group
 
 
 @dataclass(frozen=True)
-@checked(clip_norm=check_clip_norm, regularizer=positive)
+@checked({"clip_norm": check_clip_norm, "regularizer": positive})
 class PSAC:
     """Weigh gradients by norm without monotone preference for small ones: `factor = C / (norm + r / (norm + r))`.
 
@@ -369,7 +369,7 @@ class PSAC:
 
 
 @dataclass(frozen=True)
-@checked(clip_norm=check_clip_norm, threshold=positive)
+@checked({"clip_norm": check_clip_norm, "threshold": positive})
 class Threshold:
     """Scale all gradients alike and drop the long ones: `factor = C / Z if norm <= Z else 0`.
 

@@ -139,7 +139,7 @@ def _chosen(own: list[int], cap: int, key: Key, person: Hashable) -> list[int]:
 
 
 @dataclass(frozen=True)
-@checked(max_texts=count)
+@checked({"max_texts": count})
 class CollatePersons:
     """A collator of persons, each a list of at most `max_texts` records, for a data set in a Trainer or a loader.
 

@@ -48,7 +48,7 @@ def _add(state: dict[str, Any], params: Params, weight: float) -> dict[str, Any]
 
 @named
 @dataclass(frozen=True)
-@checked(decay=open_unit)
+@checked({"decay": open_unit})
 class Ema:
     """Exponential moving average: the parameters of a step have `decay` times the weight of those of the next one.
 

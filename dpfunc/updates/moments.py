@@ -24,7 +24,7 @@ def _summed(loss_fn: Callable[..., Any], batch: Any, params: Params) -> tuple[Te
 
 
 @dataclass(frozen=True)
-@checked(clip_norm=positive, weight=positive)
+@checked({"clip_norm": positive, "weight": positive})
 class JointMoments:
     """Sums of clipped gradients g and of their squares, in one release of `(g, sqrt(weight) g * g)` for each record.
 

@@ -13,7 +13,7 @@ from dpfunc.noise.strategies.base import Array, Recursion, check_participation, 
 
 
 @dataclass(frozen=True)
-@checked(decay=below_one)
+@checked({"decay": below_one})
 class LambdaCGD:
     """Noise `d_t (z_t - decay z_(t-1))` with `d_t = sqrt((1 - decay^(2 (n - t))) / (1 - decay^2))`; arXiv 2601.22334.
 
