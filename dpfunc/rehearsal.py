@@ -1,4 +1,4 @@
-"""What would end a loop in the midst of its run, found before the first step.
+"""Errors that would end a loop halfway, found before its first step.
 
 May import: checkpoint and below. Trusted: no.
 """
@@ -48,7 +48,7 @@ def rehearse(
         dp_step: of the run, from `make_dp_step`. params: as for `dp_step.init`; they are not changed.
         dataset, collate_fn: as for `plan.loader`.
         evaluate: the evaluation of the loop, as a function of parameters; what it returns is dropped.
-        reload: saves parameters as the loop does, reads them as somebody else would, and returns what was read, which
+        reload: saves parameters as the loop does, reads them as a user would, and returns what was read, which
             is compared bit for bit.
         records_at_once: >= 1; memory only.
 

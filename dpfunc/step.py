@@ -117,9 +117,10 @@ class DPStep:
             warn_of_unused(getattr(self.decision, "unused", ()))
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
         released, noise_state = self._add_noise(clipped, params, state, clip)
-        told = clip.read(released, self.plan.sampler.expected_batch_size(state.step))
+        statistics = clip.read(released, self.plan.sampler.expected_batch_size(state.step))
         after = states.next_state(self.plan, state, noise_state)._replace(
-            telemetry=told.get(LEAF), clip_state=of_run(self.plan.clip).next(state.clip_state, told.get(RULE_LEAF))
+            telemetry=statistics.get(LEAF),
+            clip_state=of_run(self.plan.clip).next(state.clip_state, statistics.get(RULE_LEAF)),
         )
         self._record(released, state, after, params, unreleased)
         return StepResult(self._divide(released, params, state.step, clip), after, unreleased)

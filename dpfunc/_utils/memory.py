@@ -16,14 +16,14 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 def in_use(kind: type[_Kind]) -> list[_Kind]:
-    """All objects of a class that somebody still uses, in the whole process."""
+    """All objects of a class that are still in use, in the whole process."""
     if _existing(kind):  # most processes have none, and a collection looks at all that they have
         gc.collect()
     return _existing(kind)
 
 
 def _existing(kind: type[_Kind]) -> list[_Kind]:
-    """All objects of a class, also those that nobody uses any more."""
+    """All objects of a class, even those that are no longer in use."""
     objects = gc.get_objects()
     kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
     return [each for each in objects if type(each) in kinds] if kinds else []

@@ -228,7 +228,7 @@ def tell(error: BaseException | None) -> str:
     return text
 
 
-def told() -> str:
+def reason_of_failed() -> str:
     """The stored error of the process that failed, read after its message has arrived."""
     return str(_store().get(_FAILED).decode())
 

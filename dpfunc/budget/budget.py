@@ -34,7 +34,7 @@ class Budget:
     """The budget of a data set, in a database that all its runs share, for one of them or to look at.
 
     What all runs cost together is `accounting.epsilon` of the sum of their ledgers, never a sum of epsilons. A run is
-    charged all that it has reserved until it settles; one that was killed, until somebody settles it with its journal.
+    charged all that it has reserved until it settles; one that was killed, until it is settled with its journal.
     A run whose settings follow from results of earlier ones is counted as if they had been fixed before.
 
     Args:
@@ -130,7 +130,7 @@ class Budget:
 
         Raises:
             BudgetExhausted: it does not fit; the message says how many steps would. InvalidArgument: no name of a run,
-                another delta or unit, or somebody who may not spend. LedgerConflict: another adjacency, another run of
+                another delta or unit, or an unknown spender. LedgerConflict: another adjacency, another run of
                 this name, or a search that lacks charges. Nothing was reserved.
         """
         run, spender = self._names()
@@ -260,7 +260,7 @@ def _store() -> Any:
 def _is_there(entry: BudgetEntry, spender: str, token: str, planned: Ledger) -> bool:
     """True if a run has its reservation; False if it was settled, and goes on. Another run of that name is an error."""
     settled = entry.state == SETTLE
-    other = token.startswith("text ") if settled else entry.spender != spender  # who settles may be somebody else
+    other = token.startswith("text ") if settled else entry.spender != spender  # another spender may settle
     if other or entry.token != token or entry.planned != planned:
         raise LedgerConflict(
             f"Expected a run that is not in the budget, got run={entry.run!r}, which is there with another key, plan "

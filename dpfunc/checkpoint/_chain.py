@@ -4,7 +4,7 @@ May import: its folder, step and below. Trusted: yes.
 
 Each line holds its own number and a digest of the line before it. The end of the file, about which no later line says
 anything, is noted in a small file beside it (`.head`): the number of lines and the digest of the last one. Both guard
-against accidents; whoever may write both files can still write others that fit together.
+against accidents; an attacker who may write both files can write others that fit together.
 """
 
 import hashlib

@@ -232,4 +232,4 @@ class _Unpickler(pickle.Unpickler):
         dtype = module == "torch" and (isinstance(value, torch.dtype) or value is torch.Size)
         if name in allowed.get(module, ()) or described or dtype:
             return value
-        raise CheckpointError(f"Expected a description of tensors, got {module}.{name}: somebody changed the file.")
+        raise CheckpointError(f"Expected a description of tensors, got {module}.{name}: the file was changed.")

@@ -167,7 +167,7 @@ class Journal:
                     check_counted(self.file, {**runs, run: {step: all_own}}, after.ledger, unjournalled=step)
                 before = after.ledger.beyond(steps_ledger([*runs.values(), {step: taken}]))
                 values |= {"before": _written(before.events), "code": _code()}
-            # a step that is repeated costs nothing, whoever wrote since; a run that begins was compared above
+            # a repeated step costs nothing, whatever was written since; a run that begins was compared above
             written = step in runs.get(run, {}) or (run not in runs and not after.journal)
             others = not after.journal or self._known.at.end.lines > after.journal_lines
             if self._known.last != run and others and not written:  # since its last step, or since `load` compared them

@@ -273,8 +273,8 @@ def _compare(source: _Source, claim: float, delta: float, found: accounting.Guar
 def _limits(record: Record | SelectionRecord, adjacency: str) -> _Row:
     """Compare what is not covered with what no run covers, and with what this record publishes."""
     publishes = adjacency == "add_remove" and record.dataset_size_is == known.SIZES[0]
-    told = record.not_covered[-len(known.NOT_COVERED) :] == known.NOT_COVERED
-    fine = told and publishes == (known.EXACT_SIZE in record.not_covered)
+    complete = record.not_covered[-len(known.NOT_COVERED) :] == known.NOT_COVERED
+    fine = complete and publishes == (known.EXACT_SIZE in record.not_covered)
     return "not covered", fine, "all that no run covers" if fine else "sentences that each such record has are missing"
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import arrived, checksum, digest, in_hex, shard_dims, tell, told
+from dpfunc._utils.processes import arrived, checksum, digest, in_hex, reason_of_failed, shard_dims, tell
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMismatch, StepAborted
@@ -42,7 +42,7 @@ def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
             tell(sys.exception())
         anywhere = ranks is not None and any_rank(failed, ranks)
     if anywhere:
-        raise type(error)(f"{error} Its error: {told()}")
+        raise type(error)(f"{error} Its error: {reason_of_failed()}")
 
 
 def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:

@@ -270,8 +270,8 @@ def check_launch(environment: Mapping[str, str], num_processes: int) -> None:
 
 def check_alone(environment: Mapping[str, str]) -> None:
     """Refuse a run without ranks on several processes: they would be separate runs, whose costs nobody would add up."""
-    told = {name: environment.get(name, "1") for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS)}
-    found = [f"{name}={count}" for name, count in told.items() if count != "1"]
+    sizes = {name: environment.get(name, "1") for name in ("WORLD_SIZE", *_OTHER_LAUNCHERS)}
+    found = [f"{name}={count}" for name, count in sizes.items() if count != "1"]
     if initialized() and dist.get_world_size() > 1:
         found.append(f"the process group has {dist.get_world_size()} processes")
     if found:

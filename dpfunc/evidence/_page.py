@@ -80,19 +80,19 @@ def _words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _verdict(each: Mapping[str, Any]) -> str:
-    told = {name: value for name, value in each.items() if name not in ("kind", "holds") and value is not None}
-    about = ", ".join(f"{name} {text}" for name, text in _words(told))
+    shown = {name: value for name, value in each.items() if name not in ("kind", "holds") and value is not None}
+    about = ", ".join(f"{name} {text}" for name, text in _words(shown))
     return f"{'holds' if each['holds'] else 'DOES NOT HOLD'}: {about}"
 
 
 def _events(events: Iterable[Mapping[str, Any]], none: str = "paid by an earlier step") -> str:
     """Sampling probability and noise of events; of one that is not plain also its kind, and what only it has."""
-    told = []
+    shown = []
     for event in events:
         more = [f"{name} {value:g}, " for name, value in event.items() if name not in _PLAIN]
         kind = f"{event['kind']}: {''.join(more)}" if "kind" in event else ""
-        told.append(f"{kind}{event['sampling_prob']:g}, {event['noise_multiplier']:g}")
-    return "; ".join(told) or none
+        shown.append(f"{kind}{event['sampling_prob']:g}, {event['noise_multiplier']:g}")
+    return "; ".join(shown) or none
 
 
 def _picture(curve: Iterable[Sequence[float]]) -> str:

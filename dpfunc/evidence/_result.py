@@ -99,12 +99,12 @@ def entry(found: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any
     `same_code` says that the result is of the code that took the steps.
     """
     kind = one_of("kind", found["kind"], _PUBLIC)
-    told = {name: check(name, found[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
-    if found["holds"] and told.get("reproduced") not in (None, found["steps"]):
-        raise fail("the steps of a replay that holds", "reproduced", told["reproduced"])
-    if wrong := [name for name, known in _KNOWN.items() if told.get(name) not in (None, *known(digests))]:
-        raise fail("a result of this run", wrong[0], told[wrong[0]])
-    return {"kind": kind, **told, "same_code": told["source"] in digests["code"]}
+    shown = {name: check(name, found[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
+    if found["holds"] and shown.get("reproduced") not in (None, found["steps"]):
+        raise fail("the steps of a replay that holds", "reproduced", shown["reproduced"])
+    if wrong := [name for name, known in _KNOWN.items() if shown.get(name) not in (None, *known(digests))]:
+        raise fail("a result of this run", wrong[0], shown[wrong[0]])
+    return {"kind": kind, **shown, "same_code": shown["source"] in digests["code"]}
 
 
 def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> Iterator[tuple[str, bool]]:

@@ -190,7 +190,7 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     rows = [Finding("bytes", same, "as they were written" if same else changed)]
     plain = {name: value for name, value in values.items() if name != "signature"}
     place = again["budget"]
-    told = {  # of some parts, after they were computed again
+    details = {  # of some parts, after they were computed again
         "claim": f"epsilon={again['claim']['epsilon']:.6g} at delta={again['claim']['delta']:g}",
         "assumptions": f"{sum(each['met'] is False for each in again['assumptions'])} not met",
         "budget": f"run {place['number']}, {place['run']!r}, within epsilon={place['epsilon']:g} with all others"
@@ -199,7 +199,9 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     }
     for part in sorted(plain.keys() | again.keys() - {"signature"}):
         same = _same(values.get(part), again.get(part))
-        rows.append(Finding(part, same, told.get(part, "as it follows") if same else "not what follows from the steps"))
+        rows.append(
+            Finding(part, same, details.get(part, "as it follows") if same else "not what follows from the steps")
+        )
     named, none = "signature" in values, (public_key is None, NOBODY)
     signed = _signed_by(values["signature"], _canonical(plain).encode(), public_key) if named else none
     named_as = _same(values.get("signature"), again.get("signature"))

@@ -49,14 +49,14 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
 def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     """Refuse trained parameters that FSDP or DeepSpeed manage."""
     for name, part in module.named_modules():
-        kind, old, told = type(part), _fsdp("FullyShardedDataParallel"), name or "The module"
+        kind, old, where = type(part), _fsdp("FullyShardedDataParallel"), name or "The module"
         refuse(
             (old is not None and isinstance(part, old), UnsupportedModel(
-                f"{told} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use torch."
+                f"{where} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use torch."
                 "distributed.fsdp.fully_shard (FSDP2): dpfunc.distributed.shard_frozen(module, mesh, trainable=...)."
             )),
             (kind.__module__.startswith("deepspeed.") and kind.__name__.endswith("Engine"), UnsupportedModel(
-                f"{told} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
+                f"{where} is DeepSpeed's {kind.__name__}, which reduces gradients before they are clipped. Pass "
                 "engine.module, and update parameters with an optimizer of torch."
             )),
         )  # fmt: skip

@@ -158,7 +158,7 @@ def _of_kind(kind: type) -> tuple[tuple[Callable[[Any], bool], str], ...]:
 def _checkpoint_is_an_error() -> Iterator[None]:
     """Context in which `torch.utils.checkpoint` of a part of the module is an error, not a wrong gradient.
 
-    It saves tensors through hooks, which torch lets us forbid. Hooks that are there already belong to somebody around
+    It saves tensors through hooks, which torch lets us forbid. Hooks that are there already belong to code around
     us, who may checkpoint all of `forward(params, ...)`: that is right, and is let pass. The reentrant kind uses no
     hooks: see `refuse_reentrant`.
     """

@@ -75,8 +75,8 @@ def check_model(model: nn.Module) -> ModelCheck:
             getattr(config, "feat_extract_norm", None) == "group",
     }  # fmt: skip
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
-    told = [tuple(text for text, applies in each.items() if applies) for each in (_problems(model, task), advice)]
-    return ModelCheck(task, trained, total, batchnorms, *told)
+    texts = [tuple(text for text, applies in each.items() if applies) for each in (_problems(model, task), advice)]
+    return ModelCheck(task, trained, total, batchnorms, *texts)
 
 
 def _problems(model: nn.Module, task: str | None) -> dict[str, bool]:

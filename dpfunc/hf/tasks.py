@@ -279,7 +279,7 @@ def _refusal(name: str) -> UnsupportedModel:
     if any(part in name for part in _COMPARE_RECORDS):
         return UnsupportedModel(
             f"{name} compares the records of a batch with each other (in-batch negatives): no part of its gradient "
-            "belongs to one record, so clipping bounds nobody's. Take a loss of single pairs, task="
+            "belongs to one record, so clipping bounds no record. Take a loss of single pairs, task="
             f'"sentence_similarity" or "sentence_classes", or give each record negatives of its own and {_FUNCTION}.'
         )
     return UnsupportedModel(

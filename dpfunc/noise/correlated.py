@@ -150,11 +150,11 @@ def _multiplier(run: Run) -> float:
 def _check_values(strategy: Strategy, run: Run) -> None:
     """Refuse values of a strategy, or of a sampler, with which the run has no cost or its noise no numbers."""
     steps = run.num_steps
-    told = run.sampler.participation(steps)
-    if not isinstance(told, tuple) or len(told) != 2:
-        raise fail("a pair (separation, participations) from participation(num_steps)", "participation", told)
+    participation = run.sampler.participation(steps)
+    if not isinstance(participation, tuple) or len(participation) != 2:
+        raise fail("a pair (separation, participations) from participation(num_steps)", "participation", participation)
     with np.errstate(over="ignore", invalid="ignore"):
-        moved = float(strategy.sensitivity(steps, *told))
+        moved = float(strategy.sensitivity(steps, *participation))
         weights = np.concatenate([strategy.row(steps, step) for step in (0, steps - 1)])
     expect(
         1 / _LARGEST <= moved <= _LARGEST, f"a strategy of sensitivity up to {_LARGEST:g}", "strategy", strategy,

@@ -57,7 +57,7 @@ class Mechanism(NamedTuple):
     """Noise as two functions: `init(params) -> state` and `add(clipped, state, turn) -> (released, state)`.
 
     The state is carried from step to step, for noise that is correlated between steps. It is secret, as the key is:
-    whoever knows earlier noise can subtract it. It has tensors, numbers, strings, lists, tuples and dicts, which a
+    a reader who knows earlier noise can subtract it. It has tensors, numbers, strings, lists, tuples and dicts, which a
     checkpoint can hold, and is the same on all processes. Tensors under the name of a parameter (`{"previous": {name:
     tensor}}`), of its shape, are laid out as that parameter when a checkpoint is loaded. A mechanism that takes keys of
     other steps has a state, be it a word: a run with `()` may go on with a new key.

@@ -30,7 +30,7 @@ _MOST = 64  # records of a batch that are compared: they are copied
 def check_rows(collate: Callable[[list[Any]], Batch], records: Sequence[Any], key: Key, row: int) -> None:
     """Check that a row stays when the other records are replaced by its own, and when they change places.
 
-    All are replaced at once, so that whoever had an influence is found; a row may then be shorter, as nothing is filled
+    All are replaced at once, so that any influence is found; a row may then be shorter, as nothing is filled
     up. A collate function that takes other random numbers for other records tells nothing, and is let through; so are
     records that cannot be copied. At most 64 records are compared, by copies, with CPU generators seeded by the key.
 

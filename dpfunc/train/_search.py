@@ -55,7 +55,7 @@ _SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under
 _STATE = "state.json"
 _NOT_COVERED = (
     "the time that the search took, from which the number of its runs can be guessed",
-    "whoever could read the folder while the search was under way: it held the other runs, and the key",
+    "people who could read the folder during the search: it held the other runs, and the key",
 )
 
 
@@ -428,7 +428,7 @@ def interrupted_search(job: Job) -> str:
     if not (folder / _SECRET_FOLDER / _STATE).is_file():
         return "Interrupted before the first run: nothing was spent."
     return (
-        f"Interrupted. Nothing was released, so nothing was spent, unless somebody reads {folder / _SECRET_FOLDER}: "
+        f"Interrupted. Nothing was released, so nothing was spent, unless others can read {folder / _SECRET_FOLDER}: "
         f"keep it as secret as the data. {goes_on}"
     )
 

@@ -138,8 +138,8 @@ def shard(
     from torch.distributed.fsdp import fully_shard
 
     ranks: Any = ranks_of(args)  # not None, by the table
-    if distributed.is_writer(ranks) and (told := list(sharding.without_effect)):
-        _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", told)
+    if distributed.is_writer(ranks) and (without_effect := list(sharding.without_effect)):
+        _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", without_effect)
     all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
     names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
     distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")

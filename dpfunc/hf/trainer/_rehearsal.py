@@ -1,4 +1,4 @@
-"""What would end a private run in the midst of it, found before its first step: records that the model cannot take, an
+"""Errors that would end a private run halfway, found before its first step: records that the model cannot take, an
 evaluation that fails, and weights that are not read back as they were written.
 
 May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
@@ -133,11 +133,11 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
     names = set() if loss is None else {"loss"}
     if alone or predictions is None or labels is None or trainer.args.batch_eval_metrics:
         return names, None
-    told = {
+    available = {
         "loss": ("losses", loss),
         "inputs": ("inputs", batch.get(getattr(trainer.model, "main_input_name", "input_ids"))),
     }
-    more = dict(told[name] for name in trainer.args.include_for_metrics)
+    more = dict(available[name] for name in trainer.args.include_for_metrics)
     try:
         metrics = trainer.compute_metrics(
             EvalPrediction(*nested_numpify((predictions, labels)), **nested_numpify(more))
@@ -179,7 +179,7 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
             param.requires_grad_(requires_grad)
     if not reason:
         return None
-    told = f"Expected weights that are read back as they were written, got {reason}."
+    message = f"Expected weights that are read back as they were written, got {reason}."
     if trainer.args.load_best_model_at_end:
-        raise CheckpointError(f"{told} Leave load_best_model_at_end out: it would end the run. {_NOTHING}")
-    return f"{told} The run cannot be resumed after an interruption."
+        raise CheckpointError(f"{message} Leave load_best_model_at_end out: it would end the run. {_NOTHING}")
+    return f"{message} The run cannot be resumed after an interruption."

@@ -263,11 +263,11 @@ def with_accuracy(task: Loss, telemetry: Telemetry | None) -> Any:
     return both
 
 
-def averaged(told: Sequence[Any]) -> dict[str, float]:
+def averaged(statistics: Sequence[Any]) -> dict[str, float]:
     """The means of released statistics over some steps, by the names that loggers get. Released."""
     means = {
-        name: torch.tensor([step[name] for step in told], device="cpu").mean(0)
-        for name in (told[0] or () if told else ())
+        name: torch.tensor([step[name] for step in statistics], device="cpu").mean(0)
+        for name in (statistics[0] or () if statistics else ())
     }
     return {
         f"released/{name}{f'_{place}' if values.ndim else ''}": number

@@ -283,7 +283,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
                 files.write_accounting(self._folder, record)
 
     def rehearse(self) -> None:
-        """Look for what would end a private run in the midst of it; nothing is trained, logged, kept or spent.
+        """Look for errors that would end a private run halfway; nothing is trained, logged, kept or spent.
 
         Every record is collated, and its token ids, length and label are held against the model; a few records are
         evaluated, with metrics; the weights are saved, into a folder that is removed, and read back. `train` does the

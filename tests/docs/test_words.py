@@ -1,0 +1,60 @@
+"""Plain words: the glossary is short, and words that only this house has used do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from pages import DOCS, ROOT, text_of
+
+# What is no plain technical English, and what to write in its place.
+HOUSE = {
+    r"\bislands?\b": "native operations",
+    r'"""Inside,? ': "Context in which ...",
+    r"\bin the midst of\b": "halfway",
+    r"\bnobody's\b": "no record's, or made-up",
+    r"\bis no matter of\b": "does not depend on",
+}
+# Of the source alone: a reader of a docstring asks who that is.
+PEOPLE = r"\b([Ww]hoever|[Ss]omebody)\b"
+VARIABLES = {"told"}
+OUTSIDE = {"engines"}  # folders of dpfunc that are not yet read for words
+
+
+def sources():
+    """Files of dpfunc that were read for words."""
+    return [
+        path for path in (ROOT / "dpfunc").rglob("*.py") if path.relative_to(ROOT / "dpfunc").parts[0] not in OUTSIDE
+    ]
+
+
+def uses(text, words):
+    """The lines of a text with one of these words."""
+    return [line for line in text.splitlines() if re.search(words, line)]
+
+
+def test_house_words_do_not_come_back():
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    words = "|".join(HOUSE)
+    assert {str(path): found for path in [*pages, *sources()] if (found := uses(path.read_text(), words))} == {}
+    assert {str(path): found for path in sources() if (found := uses(path.read_text(), PEOPLE))} == {}
+    assert uses('    """Inside, a step runs."""\nSmall islands.', words) == [
+        '    """Inside, a step runs."""',
+        "Small islands.",
+    ]
+
+
+def test_variables_have_names_that_say_what_they_hold():
+    found = [
+        (path.name, node.lineno)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VARIABLES
+    ]
+    assert found == []
+
+
+def test_the_glossary_is_short():
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", text_of("concepts.md").split("## Glossary")[1], re.MULTILINE)
+    assert 20 < len(rows) - 2 <= 40  # a header, and its line
+    assert len(rows) == len(set(rows))
