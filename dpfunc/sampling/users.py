@@ -181,16 +181,22 @@ class MeanOverTexts:
 
     sample_loss: SampleLoss
 
-    def __call__(self, *parameters_and_batch: Any) -> Tensor:
-        """The loss of each person (B,), from (params, batch) or (forward, params, batch) of `Persons.batch`."""
+    def __call__(self, *parameters_and_batch: Any) -> Any:
+        """Losses of people (B,), or with aux, from (params, batch) or (forward, params, batch) of `Persons.batch`."""
         *before, batch = parameters_and_batch
         texts, mask_BK = _without_mask(batch)
         if not isinstance(mask_BK, Tensor) or mask_BK.ndim != 2:
             raise InvalidArgument(f"Expected a batch of Persons.batch, with a {_TEXT_MASK!r} of shape (B, K).")
         texts = tree_map(lambda value: rearrange(value, "B K ... -> (B K) ..."), texts)
-        losses_BK = rearrange(self.sample_loss(*before, texts), "(B K) -> B K", K=mask_BK.shape[1])
-        own_BK = torch.where(mask_BK, losses_BK, torch.zeros_like(losses_BK))
-        return own_BK.sum(1) / mask_BK.sum(1).clamp(min=1).to(losses_BK.dtype)
+        found, shape = self.sample_loss(*before, texts), mask_BK.shape
+
+        def mean(values: Tensor) -> Tensor:
+            own = (values if values.is_floating_point() else values.float()).unflatten(0, shape)
+            there = mask_BK.reshape(*shape, *[1] * (own.dim() - 2))
+            own = torch.where(there, own, torch.zeros_like(own))
+            return own.sum(1) / there.sum(1).clamp(min=1).to(own.dtype)
+
+        return tree_map(mean, found)
 
 
 def _without_mask(batch: Any) -> tuple[Any, Tensor | None]:
@@ -203,7 +209,8 @@ def mean_over_texts(sample_loss: SampleLoss) -> MeanOverTexts:
     """The loss of a person: the mean of the losses of that person's own texts, `sum_k m_k loss_k / sum_k m_k`.
 
     Args:
-        sample_loss: `(params, batch) -> (B,)` or `(forward, params, batch) -> (B,)`, the loss of single texts.
+        sample_loss: `(params, batch) -> (B,)` or `(forward, params, batch) -> (B,)`, the loss of single texts; or
+            `(losses, aux)`, whose aux is averaged as well.
 
     Returns:
         The same kind of function on batches of `Persons.batch`. Its per-sample gradient is that of a whole person, so

@@ -196,10 +196,11 @@ def _check_loggers(names: Sequence[str]) -> None:
 def loss_of_job(job: Job) -> Loss:
     """The loss of one unit: the name of the task's; of a person, or of views, the mean over records, or over views."""
     task = loss_of_record(job)
-    if job.privacy.dp_views > 1:
-        own = with_accuracy(task, job.privacy.telemetry())
-        return mean_over_views(TASKS[own] if isinstance(own, str) else own)
-    return task if job.data.unit_column is None else mean_over_texts(TASKS[task] if isinstance(task, str) else task)
+    if job.privacy.dp_views == 1 and job.data.unit_column is None:
+        return task
+    of_each = mean_over_views if job.privacy.dp_views > 1 else mean_over_texts
+    own = with_accuracy(task, job.privacy.telemetry())
+    return of_each(TASKS[own] if isinstance(own, str) else own)
 
 
 def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] | None = None) -> Any:

@@ -19,6 +19,7 @@ from benchmarks import (
     loader,
     noise_cost,
     overhead,
+    padding,
     scaling,
     small_steps,
 )
@@ -32,6 +33,7 @@ TABLES = {
     "performance": (goals.PAGE, lambda: goals.tables(goals.reports())),
     "growth": (growth.PAGE, lambda: {"growth": growth.table(read(growth.RESULT)["cases"])}),
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
+    "padding": (padding.PAGE, lambda: padding.tables(read(padding.RESULT))),
     "recipes": (recipes.PAGE, lambda: recipes.tables(rows_of(recipes.RESULT))),
     "scaling": (scaling.DOCUMENT, scaling.tables),
     "trust": (audit_power.PAGE, audit_power.tables),
@@ -49,6 +51,18 @@ def test_the_page_has_the_tables_of_the_committed_results(name):
 def test_the_survey_page_is_that_of_the_committed_result():
     found = survey.saved(survey.RESULT)
     assert survey.page(found.values(), read(survey.RESULT)["versions"]) == survey.PAGE.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_padding(tmp_path):
+    """Each way of a batch and of a long record has the same clipped sum, but the one that clips rows of many records."""
+    out = tmp_path / "padding.json"
+    run = CliRunner().invoke(padding.main, ["--quick", "--rounds", "1", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    found = json.loads(out.read_text())
+    errors = [row["error"] for row in [*found["rows"], *found["long"]]]
+    assert errors.count(None) == 1
+    assert all(error < 1e-5 for error in errors if error is not None)
 
 
 def numbers_of(module, *arguments, out):

@@ -120,10 +120,12 @@ def test_recipes_views_and_averages(toy):
 
 
 def test_padding(capsys):
-    batch = {"ids": torch.tensor([[1, 2, 0], [3, 0, 0]]), "mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
-    loss_fn = lambda params, batch: (params["w"][batch["ids"]] * batch["mask"]).sum(1)
+    batch = {"ids": torch.tensor([[1, 2, 0], [3, 0, 0]]), "attention_mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}
+    loss_fn = lambda params, batch: (params["w"][batch["ids"]] * batch["attention_mask"]).sum(1)
     facts = {"torch": torch, "batch": batch, "loss_fn": loss_fn, "params": {"w": torch.randn(4)}}
-    run(*blocks("padding.md"), **facts, PAD={"ids": 0, "mask": 0})
+    names = run(*blocks("padding.md"), **facts, PAD={"ids": 0, "attention_mask": 0})
+    expected, _ = names["gradient"](facts["params"], batch)
+    torch.testing.assert_close(names["whole"].sums, expected.sums)
     short, longer = re.findall(r"tensor\(\[(.*?)\]\)", capsys.readouterr().out)
     assert short == longer
 

@@ -217,3 +217,17 @@ def test_bad_input_of_persons(name):
 
 def test_a_loss_of_persons_is_a_value():
     assert mean_over_texts(classify) == mean_over_texts(classify)
+
+
+def test_aux_of_a_person_is_the_mean_over_the_texts():
+    loss = mean_over_texts(
+        lambda params, batch: (
+            params["w"] * batch["x"],
+            {"right": batch["x"] > 2, "two": batch["x"][:, None].repeat(1, 2)},
+        )
+    )
+    people = group_by_person(["ann", "bob", "ann"], max_texts=2, key=insecure_key(0))
+    losses, aux = loss({"w": torch.tensor(2.0)}, people.batch({"x": torch.tensor([1.0, 5.0, 3.0])}))
+    assert losses.tolist() == [4.0, 10.0]
+    assert aux["right"].tolist() == [0.5, 1.0]
+    assert aux["two"].tolist() == [[2.0, 2.0], [5.0, 5.0]]

@@ -403,6 +403,18 @@ def test_costs_for_records_and_for_people_do_not_add_up(finished, monkeypatch):
     assert "data.unit_column was 'author', now None" in train(*flags).stderr  # nor does a run go on for the other
 
 
+def test_accuracy_of_people_is_released(place):
+    """The mean over the records of a person, in a run that ends; it failed at its first step."""
+    place("text_classification", "bert")
+    job = Path("job.yaml")
+    job.write_text(job.read_text().replace("dp_max_grad_norm: 1.0", "dp_max_grad_norm: 1.0, dp_telemetry: [accuracy]"))
+    write_rows("mails.jsonl", ({**row, "author": f"p{i % 60}"} for i, row in enumerate(rows(120))))
+    flags = ["--strategy", "head", *PEOPLE, "--batch_size", "16", "--dp_delta", "0.01", "--steps", "2"]
+    result = train(*flags)
+    assert result.exit_code == 0, result.output
+    assert json.loads(Path("run/privacy_accounting.json").read_text())["global_step"] == 2
+
+
 @pytest.mark.usefixtures("authors")
 def test_the_dry_run_counts_people():
     job = read_job("job.yaml", [*PEOPLE, "--batch_size", "6", "--dp_delta", "1e-2", "--physical_batch_size", "4"])

@@ -519,7 +519,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._warn(rehearse_evaluation(self, model))
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
-        with fsdp.settled(self.model):
+        with fsdp.settled(self.model), runs.without_words(run.dp_step.clipped_grad.loss_fn, params, batch):
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=self._mask(batch, before))
         set_grads(run.params, grads)
         self._run = replace(run, state=state, previous=before)

@@ -4,6 +4,8 @@ that are not read back."""
 from __future__ import annotations
 
 import logging
+import traceback
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from transformers import (
 
 from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import insecure_key
 
@@ -287,3 +290,48 @@ def test_adapters_are_read_back_before_the_first_step(tmp_path, caplog, name):
         found.append(trained(trainer.model))
     assert all(torch.equal(found[0][each], found[1][each]) for each in found[1])
     assert ("cannot be resumed after an interruption" in caplog.text) == (name == "prefix with projection")
+
+
+def quoting(bad):
+    """A loss that quotes the record of which the first token is `bad`; or any record, in the same words."""
+
+    def loss(forward, params, batch):
+        for ids in batch["input_ids"].tolist() if bad != "all" else [[]]:
+            if not ids or ids[0] == bad:
+                raise KeyError(f"secret {ids}" if ids else "no such column")
+        return TASKS["sequence_classification"](forward, params, batch)
+
+    return loss
+
+
+def test_an_error_of_one_record_ends_the_run_without_its_words(tmp_path, caplog, capfd):
+    """The type and the line are told; what was spent is known, and the run goes on once the record is mended."""
+    data = labelled()
+    for record in data:
+        record["input_ids"][0] = 7
+    data[11]["input_ids"][0] = 49
+    options = {"changes": {"max_steps": 20, "save_steps": 4}, "key": insecure_key(95)}
+    trainer = trainer_of(tmp_path, classifier(), data, loss=quoting(49), **options)
+    trainer.privacy = replace(trainer.privacy, dp_engine="loop")
+    with pytest.raises(
+        InvalidArgument, match=r"got KeyError from a record of this draw, in loss, line \d+ of test_rehearsal.py"
+    ) as told:
+        trainer.train()
+    said = "".join(traceback.format_exception(told.value)) + caplog.text + "".join(capfd.readouterr())
+    assert "secret" not in said
+    taken = count_steps(tmp_path / "privacy_journal.jsonl")
+    assert taken == 7
+    assert trainer.ledger.num_steps == taken
+    resumed = trainer_of(tmp_path, classifier(), data, loss=quoting(None), **options)
+    resumed.privacy = trainer.privacy
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.ledger.num_steps == 20
+
+
+def test_an_error_of_all_records_keeps_its_message(tmp_path):
+    trainer = trainer_of(
+        tmp_path, classifier(), labelled(), loss=quoting("all"), changes={"per_device_train_batch_size": 16}
+    )
+    with pytest.raises(KeyError, match="no such column"):
+        trainer.train()
+    assert count_steps(tmp_path / "privacy_journal.jsonl") == 0
