@@ -5,12 +5,12 @@ May import: its folder, batches, rng and below. Trusted: yes.
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from dpfunc._utils.validation import checked, count, expect, fail, non_negative, positive, unit_interval
 from dpfunc.types import Adjacency, Event
 
 _MOST_NOISE = 1e5  # all outputs of discrete Gaussian noise are listed
-_ONE_WAY: tuple[Adjacency, ...] = ("add_remove", "zero_out")
 
 
 @dataclass(frozen=True, order=True)
@@ -92,13 +92,9 @@ class RandomizedResponse(WithoutNoise):
     1.6094
     """
 
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")  # of a ledger that may have it
     noise: float
     num_answers: int
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """The neighbours of a ledger that may have it."""
-        return ("zero_out", "replace_one")
 
     def law(self) -> tuple[Event, ...]:
         """Itself; nothing where the answer is known before, or is noise alone."""
@@ -149,6 +145,7 @@ class MixtureOfGaussians(Event):
     """
 
     sampling_prob: float = field(default=1.0, init=False)
+    adjacencies: ClassVar[tuple[Adjacency, ...]] = ("add_remove", "zero_out")  # of a ledger that may have it
     distances: tuple[float, ...]
     probs: tuple[float, ...]
 
@@ -162,11 +159,6 @@ class MixtureOfGaussians(Event):
             raise fail(f"{len(distances)} probabilities that sum to 1, one for each distance", "probs", self.probs)
         object.__setattr__(self, "distances", distances)
         object.__setattr__(self, "probs", probs)
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]:
-        """The neighbours of a ledger that may have it."""
-        return _ONE_WAY
 
     law = Event.law  # itself
 
