@@ -271,7 +271,7 @@ def resumed(state: StepState) -> StepState:
     return state
 
 
-def replay(state: StepState) -> StepState:
+def allow_repeat(state: StepState) -> StepState:
     """Declare that the steps from `state` on may be drawn again, whatever they release, e.g. to reproduce a run.
 
     Only safe with the same data, parameters and code: with anything else changed, two releases share their noise and
@@ -369,7 +369,7 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             "    grads, _, unreleased = dp_step(params, batch, state)       # state stays what it was\n"
             "    grads, state, unreleased = dp_step(params, batch, state)   # right\n"
             "or two threads with one state, or a key that was used for an earlier run: take a new dpfunc.secure_key(). "
-            "To reproduce a run with the same data on purpose, see dpfunc.state.replay. Nothing was spent."
+            "To reproduce a run with the same data on purpose, see dpfunc.state.allow_repeat. Nothing was spent."
         )
 
 

@@ -13,7 +13,7 @@ import dpfunc
 from dpfunc import Journal, Plan, clipping, make_dp_step, sampling, secure_key, take
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import StateReused
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 FILES = {
     str(Path(dpfunc.__file__).parent / name)
@@ -83,7 +83,7 @@ def test_ctrl_c_at_any_line_of_a_step(tmp_path):
             again = dp_step(values, batch, state)
         except StateReused:
             assert counted == 2, "a step that is refused is in the journal"
-            again = dp_step(values, batch, replay(state))  # the same values, as the journal verifies
+            again = dp_step(values, batch, allow_repeat(state))  # the same values, as the journal verifies
             kept["released"] += 1
         else:
             kept["journalled" if counted == 2 else "not taken"] += 1

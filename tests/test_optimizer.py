@@ -11,7 +11,7 @@ import dpfunc
 from dpfunc import Ledger, clipping, sampling
 from dpfunc._utils.memory import in_use
 from dpfunc.errors import InvalidArgument, RunWarning
-from dpfunc.state import StepState, replay
+from dpfunc.state import StepState, allow_repeat
 
 KEY = dpfunc.rng.insecure_key(31)
 STEPS = 8
@@ -35,7 +35,7 @@ def made(module, journal=None):
     forward, params = dpfunc.functionalize(module)
     loss_fn = lambda params, batch: nn.functional.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
     dp_step = dpfunc.make_dp_step(loss_fn, PLAN, engine="auto", journal=journal)
-    return params, dp_step, replay(dp_step.init(params, KEY))
+    return params, dp_step, allow_repeat(dp_step.init(params, KEY))
 
 
 OPTIMIZERS = {
@@ -76,7 +76,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind):
         return params, state.ledger
 
     whole, ledger = run(tmp_path / "whole", STEPS)
-    replay(StepState(0, STEPS, 0, KEY, (), Ledger()))
+    allow_repeat(StepState(0, STEPS, 0, KEY, (), Ledger()))
     run(tmp_path / "cut", 5)
     resumed, again = run(tmp_path / "cut", STEPS, resume=True)
     assert all(torch.equal(resumed[name], p) for name, p in whole.items())

@@ -16,7 +16,7 @@ import dpfunc
 from dpfunc import recipes
 from dpfunc.errors import InsecureKeyWarning, InvalidArgument, NoiseWarning
 from dpfunc.recipes import STRATEGIES, Head, recipe, unit_rows
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 BUDGET = {"epsilon": 3.0, "delta": 1e-5}
 # formulas hold for any noise, also where it hides all
@@ -258,7 +258,7 @@ def test_a_run_of_a_recipe_with_views_and_an_average():
 
     def run(loss, views):
         params, seen, dp_step = {"w": torch.zeros(3, 2)}, [], dpfunc.make_dp_step(loss, plan)
-        state = replay(dp_step.init(params, dpfunc.rng.insecure_key(71)))
+        state = allow_repeat(dp_step.init(params, dpfunc.rng.insecure_key(71)))
         for batch in plan.loader(dataset, state, views=views):
             grads, state, _ = dp_step(params, batch, state)
             params = {"w": params["w"] - 0.1 * grads["w"]}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.errors import InvalidArgument
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 PARAMS = {"table": torch.linspace(-1, 1, 24).reshape(8, 3), "w": torch.zeros(3, 2)}
 
@@ -116,7 +116,7 @@ def test_a_run_after_it_is_the_same(tmp_path):
         data = records()
         if rehearsed:
             dpfunc.rehearse(dp_step, PARAMS, data, evaluate=lambda params: torch.rand(1), reload=dict)
-        replay(dpfunc.state.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
+        allow_repeat(dpfunc.state.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
         state, params = dp_step.init(PARAMS, key), PARAMS
         for batch in plan.loader(data, state):
             grads, state, _ = dp_step(params, batch, state)

@@ -22,7 +22,7 @@ from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, SamplingMismatch, StateReused
 from dpfunc.noise import Gaussian
 from dpfunc.rng import fingerprint
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 
 def bent_loss(values, batch):
@@ -52,8 +52,8 @@ def test_a_key_begins_one_run(tmp_path):
     other = {name: value + 1.0 for name, value in DATA.items()}
     dp_step, drawn = make_dp_step(linear_loss, PLAN, journal=Journal(run.path, PLAN)), next(iter(PLAN.batches(begin)))
     with pytest.raises(CheckpointError, match="has step 0 of this run, which released other values"):
-        dp_step(run.values, take(other, drawn), replay(begin))
-    dp_step(run.values, take(DATA, drawn), replay(begin))  # the same values: a reproduction
+        dp_step(run.values, take(other, drawn), allow_repeat(begin))
+    dp_step(run.values, take(DATA, drawn), allow_repeat(begin))  # the same values: a reproduction
 
 
 def faster(values):
@@ -68,12 +68,12 @@ def test_a_step_is_released_once(tmp_path):
     steps(begin, values, optimizer, 4, journal, bent_loss)
     for known in (journal, Journal(journal.path, PLAN)):  # this process, and another one
         again = {name: p.detach().clone().requires_grad_() for name, p in fresh.items()}
-        state = replay(begin)
+        state = allow_repeat(begin)
         with pytest.raises(CheckpointError, match="has step 1 of this run, which released other values"):
             steps(state, again, faster(again), 2, known, bent_loss)
     assert len(read_steps(journal.path)[fingerprint(begin.key)]) == 4
     slower = torch.optim.Adam(fresh.values(), lr=0.1)
-    repeated = steps(replay(begin), fresh, slower, 6, Journal(journal.path, PLAN), bent_loss)
+    repeated = steps(allow_repeat(begin), fresh, slower, 6, Journal(journal.path, PLAN), bent_loss)
     assert journal_ledger(journal.path) == repeated.ledger == PLAN.ledger(6)
 
 

@@ -25,7 +25,7 @@ from dpfunc.errors import (
     UnsupportedModel,
 )
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.types import Schedule
 
 DATA = as_batch(random_rows(0, 100))
@@ -60,7 +60,7 @@ def noise_only(noise_multiplier, clip_norm, adjacency="add_remove", groups=None,
     wide = {name: torch.zeros(50, *p.shape) for name, p in params().items()}
     the_plan = plan(clip=clip, noise_multiplier=noise_multiplier, adjacency=adjacency, num_steps=repeats)
     dp_step = make_dp_step(linear_loss, the_plan, reduction="sum", verify_batch=False)
-    state = replay(dp_step.init(wide, insecure_key(41)))
+    state = allow_repeat(dp_step.init(wide, insecure_key(41)))
     empty = {name: torch.zeros(0, *p.shape) for name, p in wide.items()}
     values = []
     for _ in range(repeats):
@@ -113,7 +113,7 @@ def test_divided_by_the_expected_size_after_the_noise():
 
 def run_again(the_plan, key, **options):
     dp_step = make_dp_step(linear_loss, the_plan, **options)
-    state = replay(dp_step.init(params(), key))
+    state = allow_repeat(dp_step.init(params(), key))
     indices = next(iter(the_plan.batches(state)))
     grads, state, _ = dp_step(params(), take(DATA, indices), state)
     return [grads], state
@@ -177,7 +177,7 @@ def test_padded_batch():
     key = insecure_key(400)
     (expected,), _ = run_again(the_plan, key)
     dp_step = make_dp_step(linear_loss, the_plan)
-    state = replay(dp_step.init(params(), key))
+    state = allow_repeat(dp_step.init(params(), key))
     batch = take(DATA, next(the_plan.batches(state)))
     size = len(next(iter(batch.values())))
     padded = {

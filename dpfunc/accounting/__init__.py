@@ -3,10 +3,10 @@
 May import: its folder, batches, rng and below. Trusted: no.
 """
 
-from dpfunc.accounting._trade_off import TradeOff, delta
+from dpfunc.accounting._trade_off import TradeOff, delta_at
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import (
-    Remaining,
+    BudgetLeft,
     affordable_steps,
     calibrate,
     calibrate_batch_size,
@@ -46,6 +46,7 @@ __all__ = [
     "ZCDP",
     "Allocated",
     "BatchChoice",
+    "BudgetLeft",
     "Capped",
     "DeltaMeaning",
     "DiscreteGaussian",
@@ -59,7 +60,6 @@ __all__ = [
     "MixtureOfGaussians",
     "Opaque",
     "RandomizedResponse",
-    "Remaining",
     "Requirements",
     "RunCount",
     "TradeOff",
@@ -71,7 +71,7 @@ __all__ = [
     "calibrate_search",
     "calibrate_steps",
     "compose",
-    "delta",
+    "delta_at",
     "epsilon",
     "epsilon_left",
     "explain_delta",

@@ -34,7 +34,7 @@ def tight_method(ledger: Ledger) -> str:
     return "gaussian" if all_take_part(ledger.law) else "tilted"
 
 
-def delta(ledger: Ledger, epsilon: float) -> float:
+def delta_at(ledger: Ledger, epsilon: float) -> float:
     """The least delta at which a ledger costs at most `epsilon`: an upper bound on the true one.
 
     Args:
@@ -52,7 +52,7 @@ def delta(ledger: Ledger, epsilon: float) -> float:
         tests/accounting/test_trade_off.py::test_delta_is_the_inverse_of_epsilon, ::test_delta_against_integration,
         ::test_ends_of_pure_releases.
 
-    >>> print(f"{delta(Ledger((Event(1.0, 1.0, 1),)), 1.0):.9f}")
+    >>> print(f"{delta_at(Ledger((Event(1.0, 1.0, 1),)), 1.0):.9f}")
     0.126936738
     """
     target = non_negative("epsilon", epsilon)
@@ -160,7 +160,7 @@ class TradeOff:
 
     def advantage(self) -> float:
         """Most that true positives are above false ones, of any test: delta at epsilon 0, the total variation."""
-        return delta(self.ledger, 0.0)
+        return delta_at(self.ledger, 0.0)
 
     def bayes_success(self, prior: float = 0.5) -> float:
         """Most that a guess is right with, if the unit is there with probability `prior`, 0 <= prior <= 1.
@@ -169,7 +169,7 @@ class TradeOff:
         """
         share = real("prior", prior, "0 <= prior <= 1", inside=lambda share: 0 <= share <= 1)
         sure = max(share, 1 - share)
-        return 1.0 if sure == 1 else sure + (1 - sure) * delta(self.ledger, math.log(sure / (1 - sure)))
+        return 1.0 if sure == 1 else sure + (1 - sure) * delta_at(self.ledger, math.log(sure / (1 - sure)))
 
 
 def curve(ledger: Ledger, delta: float) -> list[Point]:

@@ -177,10 +177,10 @@ def calibrate_batch_size(
     return size
 
 
-class Remaining(NamedTuple):
+class BudgetLeft(NamedTuple):
     """Rest of a budget. Plan with the steps: epsilons do not add up, so `epsilon_left` is only a difference.
 
-    >>> Remaining(num_steps=120, epsilon_spent=1.5, epsilon_left=0.5).num_steps
+    >>> BudgetLeft(num_steps=120, epsilon_spent=1.5, epsilon_left=0.5).num_steps
     120
     """
 
@@ -250,7 +250,7 @@ def calibrate_steps(
     return steps
 
 
-def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, method: str = "auto") -> Remaining:
+def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, method: str = "auto") -> BudgetLeft:
     """Compute how many more steps of one kind fit into a budget.
 
     Args:
@@ -272,4 +272,4 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
 
     steps = affordable_steps(ledger_after, epsilon=epsilon, delta=delta, limit=_MANY_STEPS, method=method)
     spent = _cost(ledger, delta, method)
-    return Remaining(steps, spent, max(0.0, epsilon - spent))
+    return BudgetLeft(steps, spent, max(0.0, epsilon - spent))

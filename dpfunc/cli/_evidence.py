@@ -120,7 +120,7 @@ def audit(
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
     if picture is not None:
-        from dpfunc.evidence._one_run import plot
+        from dpfunc.evidence import plot
 
         plot([found], picture)
     _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")

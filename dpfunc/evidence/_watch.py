@@ -24,7 +24,7 @@ from dpfunc.noise import Mechanism, Noise, Run, Turn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
 from dpfunc.sampling import Sampler
-from dpfunc.state import StepState, replay
+from dpfunc.state import StepState, allow_repeat
 from dpfunc.step import DPStep, StepResult
 from dpfunc.types import Batch, ClippedSum, Event, Params, Unreleased
 
@@ -128,7 +128,7 @@ class WatchedStep(DPStep):
     tape: Tape = field(default_factory=Tape, repr=False, compare=False)
 
     def init(self, params: Params, key: Key, ledger: Any = None, *, num_records: int | None = None) -> StepState:
-        return replay(super().init(params, key, ledger, num_records=num_records))
+        return allow_repeat(super().init(params, key, ledger, num_records=num_records))
 
     def __call__(
         self, params: Params, batch: Batch, state: StepState | None = None, *, mask_B: Tensor | None = None

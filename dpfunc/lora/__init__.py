@@ -3,6 +3,6 @@
 May import: its folder, functional and below. Trusted: no.
 """
 
-from dpfunc.lora.adapter import LoRA, LoRAConfig, attach, load, save
+from dpfunc.lora.adapter import LoRA, LoRAConfig, attach, load_adapter, save_adapter
 
-__all__ = ["LoRA", "LoRAConfig", "attach", "load", "save"]
+__all__ = ["LoRA", "LoRAConfig", "attach", "load_adapter", "save_adapter"]

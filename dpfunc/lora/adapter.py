@@ -335,7 +335,7 @@ def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[
     return a, b
 
 
-def save(path: Path | str, adapter: LoRA, params: Params) -> None:
+def save_adapter(path: Path | str, adapter: LoRA, params: Params) -> None:
     """Write an adapter as one safetensors file: parameters, frozen A, and the configuration in its metadata.
 
     Args:
@@ -346,8 +346,8 @@ def save(path: Path | str, adapter: LoRA, params: Params) -> None:
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> adapter = attach(model, insecure_key(0), targets="0", rank=2, alpha=4)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(folder + "/adapter.safetensors", adapter, adapter.params)
-    ...     again, params = load(folder + "/adapter.safetensors", model)
+    ...     save_adapter(folder + "/adapter.safetensors", adapter, adapter.params)
+    ...     again, params = load_adapter(folder + "/adapter.safetensors", model)
     >>> again.config == adapter.config
     True
     """
@@ -358,11 +358,11 @@ def save(path: Path | str, adapter: LoRA, params: Params) -> None:
     os.replace(unfinished, path)
 
 
-def load(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
+def load_adapter(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:
     """Read an adapter for a module.
 
     Args:
-        path: file from `save`. module: the module that the adapter was made for, or one of the same form.
+        path: file from `save_adapter`. module: the module that the adapter was made for, or one of the same form.
 
     Returns:
         The adapter and its trained parameters, in the dtype and on the device of the module.

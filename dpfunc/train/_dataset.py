@@ -22,7 +22,8 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.preferences import ANSWERS, CollatePairs
-from dpfunc.hf.vision_language._images import check_readable, image_text_collator, messages_with_images
+from dpfunc.hf.vision_language import image_text_collator
+from dpfunc.hf.vision_language._images import check_readable, messages_with_images
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train._features import TableFeatures

@@ -21,9 +21,9 @@ from dpfunc.checkpoint._chain import sha256
 from dpfunc.checkpoint._folder import newest_key
 from dpfunc.checkpoint.journal import Taken, read_steps
 from dpfunc.errors import InvalidArgument
+from dpfunc.evidence import Audit, Replay
 from dpfunc.evidence._canary_run import Planted, PlantedStep, Score, planted_plan
-from dpfunc.evidence._neighbours import Replay, Rows, compare, files_written, left_in, lines_of
-from dpfunc.evidence._one_run import Audit
+from dpfunc.evidence._neighbours import Rows, compare, files_written, left_in, lines_of
 from dpfunc.evidence._result import audit_values, replay_values
 from dpfunc.evidence._watch import Tape, WatchedStep, described, settings_of, watched_plan
 from dpfunc.hf.trainer import _files as files
@@ -31,7 +31,7 @@ from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, cpu_seeds, fingerprint, insecure_key
-from dpfunc.state import replay as repeated
+from dpfunc.state import allow_repeat
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._saved import save_model
@@ -100,7 +100,7 @@ class _JobLoop:
         """Train in an empty folder of the same name."""
 
         def begin(run: runs.Run) -> runs.Run:
-            state = repeated(run.state)
+            state = allow_repeat(run.state)
             return replace(run, dp_step=WatchedStep(**settings_of(run.dp_step), tape=tape), state=state, previous=state)
 
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import facts_of_model, quantised_layers
 from dpfunc.hf.models import four_bit
 from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
-from dpfunc.hf.vision_language._strategies import prepare
+from dpfunc.hf.vision_language import prepare
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._features import load_front, names_of_classes, new_model
 from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, Job, LoraSection

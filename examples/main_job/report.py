@@ -98,7 +98,7 @@ def write_run(
     """What a run cost and learnt, and its certificate; the table and the settings, for programs."""
     (folder / "privacy_accounting.json").write_text(run.record.to_json() + "\n")
     (folder / "ledger.json").write_text(run.state.ledger.to_json() + "\n")
-    dpfunc.lora.save(folder / "adapter.safetensors", adapter, run.params)
+    dpfunc.lora.save_adapter(folder / "adapter.safetensors", adapter, run.params)
     certify(folder, evidence=evidence)
     results = [
         {

@@ -17,7 +17,7 @@ from dpfunc import load as read_checkpoint
 from dpfunc import save as write_checkpoint
 from dpfunc.errors import DPFuncError
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.step import DPStep
 
 PLAN = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.3))
@@ -87,7 +87,7 @@ def train(folder, kind, stop, load=False, save=(), recharge=False, seen=lambda s
     if load:
         state = load_into(folder, values, ranks, optimizer, recharge=recharge).state
     else:
-        state = replay(dp_step.init(values, insecure_key(5)))
+        state = allow_repeat(dp_step.init(values, insecure_key(5)))
     optimizer.param_groups[0]["lr"] = rate or 0.05
     first, records, releases = (state.step, state.charged), data(), []
     for indices in PLAN.batches(state, ranks):
@@ -150,7 +150,7 @@ def strided(folder):
         model.bias.copy_(params()["in.bias"])
     fully_shard(parallelize_module(model, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"])
     ranks, values = distributed.sharded(mesh, tensor=("tp",)), {f"in.{n}": p for n, p in model.named_parameters()}
-    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
+    state = allow_repeat(make_dp_step(loss_fn, PLAN, ranks=ranks).init(params(), insecure_key(5)))
     run = {"params": values, "plan": PLAN, "data": "d", "ranks": ranks, "journal": Path(folder) / "journal.jsonl"}
     write_checkpoint(folder, state=state, **run)
     found = read_checkpoint(folder, **run).params
@@ -171,7 +171,7 @@ def trouble_while_saving(folder, moments):
         "rename": (folder_module, "free_name"),
     }
     values, ranks, optimizer = start("rows")
-    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
+    state = allow_repeat(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
     store(folder, values, ranks, optimizer, state, extra={"number": 0})
     errors = []
     for moment, rank, what in moments:
@@ -193,7 +193,10 @@ def trouble_while_saving(folder, moments):
 def differing(folder, what):
     """One process passes something else."""
     values, ranks, optimizer = start("copies" if what == "copy" else "replicas")
-    state, odd = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5))), dist.get_rank() == 1
+    state, odd = (
+        allow_repeat(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5))),
+        dist.get_rank() == 1,
+    )
     if odd and what in ("parameter", "copy"):
         bias = values["in.bias"].detach()
         (bias if what == "parameter" else bias.to_local())[2] += 1e-7
@@ -225,7 +228,7 @@ def refused(folder, kind, changes_of_one):
 def without_ranks(folder):
     """Save and load parts without saying that there are others."""
     values, ranks, optimizer = start("rows")
-    state = replay(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
+    state = allow_repeat(make_dp_step(loss_fn, PLAN, ranks=ranks).init(values, insecure_key(5)))
     store(Path(folder) / "good", values, ranks, optimizer, state)
     return [
         told(lambda: store(folder, values, None, optimizer, state)),

@@ -27,7 +27,7 @@ from dpfunc.distributed import ranks as processes
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.step import make_dp_step
 
 NUM_RECORDS, VOCAB, WIDTH, CLASSES = 40, 11, 7, 3  # sizes that no number of processes divides
@@ -219,7 +219,7 @@ def train_with(way, engine, whole=False, microbatch_size=None, adam=False, **opt
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, microbatch_size=microbatch_size, ranks=ranks)
     weights = {name: nn.Parameter(param) for name, param in params.items()}
     optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(weights.values(), lr=0.01 if adam else 0.3)
-    state = replay(dp_step.init(weights, insecure_key(7)))
+    state = allow_repeat(dp_step.init(weights, insecure_key(7)))
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(weights, take(records, indices), state)
         for name, weight in weights.items():
@@ -238,7 +238,7 @@ def statistics_with(way, engine, whole=False, **options):
     the_plan = dataclasses.replace(plan(steps=6), clip=clipping.Adaptive(0.5), telemetry=telemetry)
     dp_step = make_dp_step(classes(forward), the_plan, engine=engine, ranks=ranks)
     weights = {name: param.detach().clone() for name, param in params.items()}
-    state, told = replay(dp_step.init(weights, insecure_key(7))), []
+    state, told = allow_repeat(dp_step.init(weights, insecure_key(7))), []
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(weights, take(data(), indices), state)
         weights = {name: weight - 0.3 * grads[name] for name, weight in weights.items()}
@@ -254,7 +254,7 @@ def one_step(forward, params, ranks, engine="auto", loss_fn=None, steps=1):
         if ranks is None:  # as if it could not be seen that there are others
             patch.setattr(processes, "check_alone", lambda environment: None)
         dp_step = make_dp_step(loss, the_plan, engine=engine, ranks=ranks)
-        state = replay(dp_step.init(params, insecure_key(1)))
+        state = allow_repeat(dp_step.init(params, insecure_key(1)))
         result = []
 
         def take_it():

@@ -24,7 +24,7 @@ from dpfunc.distributed._agreement import digest_of_all
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.step import make_dp_step
 
 NUM_RECORDS = 40
@@ -70,7 +70,7 @@ CLIPS = {
 def steps_of(loss_fn, the_plan, current, records, ranks, seed=7, **options):
     """A run of some noisy steps: parameters, ledger, how many records this process had in each step."""
     dp_step, counts = make_dp_step(loss_fn, the_plan, ranks=ranks, **options), []
-    state = replay(dp_step.init(current, insecure_key(seed)))
+    state = allow_repeat(dp_step.init(current, insecure_key(seed)))
     for indices in the_plan.batches(state, ranks):
         grads, state, _ = dp_step(current, take(records, indices), state)
         assert all(type(grads[name]) is type(p) for name, p in current.items())
@@ -121,8 +121,8 @@ def one_step_of(trouble):
     dp_step = make_dp_step(
         loss, the_plan, ranks=ranks, journal=None if own.get("journal") == "none" else journal, **options
     )
-    state = replay(dp_step.init(current, insecure_key(own.get("seed", 3))))
-    state = replay(state._replace(step=own.get("step", 0)))
+    state = allow_repeat(dp_step.init(current, insecure_key(own.get("seed", 3))))
+    state = allow_repeat(state._replace(step=own.get("step", 0)))
     indices = the_plan.draw(state, state.step, ranks)[own.get("drop", 0) :]
     if "nan" in own:
         current["in.bias"][0] = float("nan")
@@ -160,7 +160,7 @@ def telemetry(seed, use_ranks):
     rule = clipping.Adaptive(0.5, groups=clipping.PerLayer())
     the_plan = plan(num_steps=4, clip=rule, telemetry=clipping.Telemetry(statistics, 0.1))
     dp_step = make_dp_step(lambda p, b: (loss_fn(p, b), {"y": b["y"]}), the_plan, ranks=ranks)
-    state, released, counts = replay(dp_step.init(params(), insecure_key(seed))), [], []
+    state, released, counts = allow_repeat(dp_step.init(params(), insecure_key(seed))), [], []
     for indices in the_plan.batches(state, ranks):
         grads, state, unreleased = dp_step(params(), take(data(), indices), state)
         released.append((grads["in.bias"].tolist(), state.telemetry, state.clip_state))
@@ -176,7 +176,7 @@ def part_of_the_mesh():
     ranks = distributed.sharded(mesh, data=("rep", "shard"))
     current = distributed.shard(params(), mesh["shard"], min_size=1)
     dp_step = make_dp_step(loss_fn, plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5)), ranks=ranks)
-    return caught(step_of, dp_step, replay(dp_step.init(current, insecure_key(3))), ranks, current)
+    return caught(step_of, dp_step, allow_repeat(dp_step.init(current, insecure_key(3))), ranks, current)
 
 
 def shared_keys():
@@ -196,7 +196,7 @@ def masks():
     the_plan = plan(sampler=sampling.Poisson(NUM_RECORDS, 0.5), num_steps=2)
     dp_step = make_dp_step(dropped, the_plan, engine="loop", ranks=ranks, verify_batch=False)
     values, found = {"w": torch.ones(1)}, []
-    state = replay(dp_step.init(values, insecure_key(8)))
+    state = allow_repeat(dp_step.init(values, insecure_key(8)))
     for _ in range(2):
         _, state, unreleased = dp_step(values, {"x": torch.ones(3, 64)}, state)
         found.append(unreleased.losses_B.tolist())
@@ -207,7 +207,7 @@ def lost_share():
     """Three steps in which the records of the second process have no finite gradient: what each process is told."""
     ranks = distributed.data_parallel()
     dp_step = make_dp_step(loss_fn, plan(), ranks=ranks, verify_batch=False)
-    state, batch, said = replay(dp_step.init(params(), insecure_key(3))), take(data(), torch.arange(3)), []
+    state, batch, said = allow_repeat(dp_step.init(params(), insecure_key(3))), take(data(), torch.arange(3)), []
     if ranks.rank == 1:
         batch["x"].fill_(float("nan"))
     with warnings.catch_warnings(record=True) as caught:
@@ -245,7 +245,7 @@ def noise_share(trouble=None):
         lambda p, batch: (p["w"] * 0 + p["s"] + p["b"].sum()).sum() * batch["x"].sum(1) * 0,
         plan(sampler=sampling.Poisson(NUM_RECORDS, 0.1)), ranks=ranks, engine="loop", reduction="sum",
     )  # fmt: skip
-    state = replay(dp_step.init(weights, insecure_key(4)))
+    state = allow_repeat(dp_step.init(weights, insecure_key(4)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "fold_in", counted)
         if ranks.rank == 1 and trouble == "fails":
@@ -296,7 +296,7 @@ def train_by_loader(use_ranks=True):
     the_plan = plan()
     dp_step = make_dp_step(loss_fn, the_plan, ranks=ranks)
     current = params()
-    state = replay(dp_step.init(current, insecure_key(7)))
+    state = allow_repeat(dp_step.init(current, insecure_key(7)))
     numbers = [b["number"].tolist() for b in the_plan.loader(Records(), state, ranks)]
     noise = [b["noise"].tolist() for b in the_plan.loader(Records(), state, ranks)]
     for batch in the_plan.loader(Records(), state, ranks, collate_fn=collate):
@@ -311,7 +311,7 @@ class Unreadable(Records):
 
 
 def _said(dataset, ranks, **settings):
-    state = replay(make_dp_step(loss_fn, plan(), ranks=ranks).init(params(), insecure_key(7)))
+    state = allow_repeat(make_dp_step(loss_fn, plan(), ranks=ranks).init(params(), insecure_key(7)))
     return caught(plan().loader, dataset, state, ranks, **settings)
 
 

@@ -13,7 +13,7 @@ from noise_cases import MECHANISMS, NUM_RECORDS, STEPS
 from dpfunc import Journal, load, make_dp_step, save, take
 from dpfunc.errors import DPFuncError
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 RECORDS = take(data(), torch.arange(NUM_RECORDS))
 RESUMED = ("BISR", "BandMF, buffers", "BLT, buffers")
@@ -26,7 +26,7 @@ def stepped(name, kind, *, first=0, stop=STEPS, folder=None, load_from=None):
     place = folder or load_from
     journal = None if place is None else Journal(Path(place) / f"{name}.jsonl", plan)
     dp_step = make_dp_step(loss_fn, plan, reduction="sum", ranks=ranks, journal=journal)
-    state, found = replay(dp_step.init(values, insecure_key(4))), []
+    state, found = allow_repeat(dp_step.init(values, insecure_key(4))), []
     saved = {"params": values, "plan": plan, "data": "rows", "ranks": ranks}
     saved |= {} if place is None else {"journal": journal.path}
     if load_from is not None:
@@ -59,7 +59,7 @@ def other_buffers():
     values, ranks = placed("replicas")
     plan = MECHANISMS["BandMF, buffers"].plan()
     dp_step = make_dp_step(loss_fn, plan, ranks=ranks)
-    state = replay(dp_step.init(values, insecure_key(4)))
+    state = allow_repeat(dp_step.init(values, insecure_key(4)))
     if dist.get_rank() == 1:
         (buffer,) = state.noise_state["buffers"]
         state = state._replace(noise_state={"buffers": [{**buffer, "in.bias": buffer["in.bias"] + 1e-6}]})

@@ -24,7 +24,7 @@ from dpfunc.engines.audit import rounded_params
 from dpfunc.errors import DPFuncError
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.step import make_dp_step
 
 VOCAB, LENGTH, BATCH = 32, 6, 5
@@ -293,7 +293,7 @@ def trouble(kind):
         size = {"microbatch_size": "auto"} if kind == "microbatches" else {}
         dp_step = make_dp_step(CASES["mlp"][2](forward), plan, ranks=ranks, **size)
         good = {key: torch.nan_to_num(p) if not isinstance(p, DTensor) else p for key, p in params.items()}
-        state = replay(dp_step.init(good, insecure_key(SEED)))
+        state = allow_repeat(dp_step.init(good, insecure_key(SEED)))
         spent.append(state.ledger.num_steps)
         dp_step(params, take(data, next(iter(plan.batches(state, ranks)))), state)
 

@@ -17,7 +17,7 @@ from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 NUM_RECORDS = 60
 PRIVACY = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0)
@@ -135,7 +135,7 @@ def plain_loop(model, data, collate, plan, key, make_optimizer, microbatch_size=
     optimizer, scheduler = make_optimizer(list(params.values()))
     loss_fn = make_loss_fn(forward, infer_task(model))
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=microbatch_size)
-    state = replay(dp_step.init(params, key))
+    state = allow_repeat(dp_step.init(params, key))
     for indices in plan.batches(state):
         records = [data[int(index)] for index in indices]
         batch = collate(records) if records else {"labels": torch.zeros(0)}
@@ -149,7 +149,7 @@ def plain_loop(model, data, collate, plan, key, make_optimizer, microbatch_size=
 
 def again(key):
     """The same run once more in this process, on the same data."""
-    replay(dpfunc.state.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
+    allow_repeat(dpfunc.state.StepState(0, 10, 0, key, (), dpfunc.Ledger()))
 
 
 def trained(model):

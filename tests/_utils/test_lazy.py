@@ -37,7 +37,7 @@ print(heavy(), hasattr(dpfunc, "Flat"), hasattr(dpfunc, "DPTrainer"), heavy())
 dpfunc.epsilon, dpfunc.Ledger
 print("torch" in sys.modules)
 dpfunc.Plan
-print("torch" in sys.modules, dpfunc.state.replay.__name__, dpfunc.checkpoint.save.__name__)
+print("torch" in sys.modules, dpfunc.state.allow_repeat.__name__, dpfunc.checkpoint.save.__name__)
 from dpfunc import *
 print(all(name in globals() for name in dpfunc.__all__))
 for name in {modules}:  # without an import of their own

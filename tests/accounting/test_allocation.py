@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from dpfunc.accounting import Allocated, Ledger, _allocation, delta, epsilon
+from dpfunc.accounting import Allocated, Ledger, _allocation, delta_at, epsilon
 from dpfunc.accounting.events import from_values, law_of, to_values
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
@@ -115,7 +115,7 @@ def test_epochs_against_draws_of_all_outputs(event, patterns, tight):
     ledger = Ledger((event,))
     for at in (0.1, 0.7, 1.5):
         pairs = [sampled_delta(each, at) for each in (removed, added)]
-        found = delta(ledger, at)
+        found = delta_at(ledger, at)
         assert all(mean - slack <= found for mean, slack in pairs)
         if tight:
             assert found <= max(mean + slack for mean, slack in pairs) + 1e-5
@@ -129,7 +129,7 @@ def test_several_epochs_against_draws():
         total = total + losses_of(noise + patterns[rng.integers(5, size=len(noise))], patterns, 1.2)
     for at in (0.5, 2.0):
         mean, slack = sampled_delta(total, at)
-        assert mean - slack <= delta(Ledger((Allocated(1.2, 3, 5),)), at) <= mean + slack
+        assert mean - slack <= delta_at(Ledger((Allocated(1.2, 3, 5),)), at) <= mean + slack
 
 
 def test_epochs_cost_less_than_poisson():

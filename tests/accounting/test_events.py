@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpfunc.accounting import ZCDP, Allocated, Capped, Laplace, Ledger, Opaque, TradeOff, delta, epsilon
+from dpfunc.accounting import ZCDP, Allocated, Capped, Laplace, Ledger, Opaque, TradeOff, delta_at, epsilon
 from dpfunc.accounting._losses import DIRECTIONS
 from dpfunc.accounting.events import law_of
 from dpfunc.errors import InvalidArgument
@@ -107,7 +107,7 @@ def test_batches_without_replacement_compose(adjacency):
     pairs += [(q, p) for p, q in pairs]
     for at in (0.1, 1.0):
         mixed = itertools.combinations_with_replacement(pairs, 2)
-        assert max(two_steps(first, second, at) for first, second in mixed) <= delta(ledger, at) * (1 + 1e-4)
+        assert max(two_steps(first, second, at) for first, second in mixed) <= delta_at(ledger, at) * (1 + 1e-4)
 
 
 def test_figures_of_the_field():
@@ -199,13 +199,13 @@ def test_more_costs_more(first, second, steps):
 def test_stated_deltas_compose():
     """Independent failures multiply: 1 - .9 * .8, and 1 - .999^10; exact ends, in every way to ask."""
     two = Ledger((Opaque(1, epsilon=1.0, delta=0.1), Opaque(1, epsilon=2.0, delta=0.2)))
-    assert delta(two, 3.0) == pytest.approx(0.28, rel=1e-12)
+    assert delta_at(two, 3.0) == pytest.approx(0.28, rel=1e-12)
     for method in ("auto", "tilted", "rdp"):
         assert epsilon(two, 0.28, method).epsilon == 3.0
         assert epsilon(two, 0.2799999, method).epsilon == math.inf
     assert TradeOff(two).true_positives(0.1) == pytest.approx(0.919399, abs=2e-6)
     lost = Ledger((Opaque(10, epsilon=0.0, delta=0.001),))
-    assert delta(lost, 0.0) == pytest.approx(1 - 0.999**10, rel=1e-12)
+    assert delta_at(lost, 0.0) == pytest.approx(1 - 0.999**10, rel=1e-12)
     assert epsilon(lost, 0.00996).epsilon == 0.0
     assert epsilon(lost, 0.00995).epsilon == math.inf
 
@@ -214,8 +214,8 @@ def test_stated_deltas_compose():
 def test_pure_releases_end_at_their_epsilon(steps):
     for event, largest in ((Opaque(steps, epsilon=1.0, delta=0.0), 1.0), (Laplace(1.0, 0.5, steps), 2.0)):
         ledger = Ledger((event,))
-        assert delta(ledger, steps * largest) == 0
-        assert delta(ledger, 0.99 * steps * largest) > 1e-9
+        assert delta_at(ledger, steps * largest) == 0
+        assert delta_at(ledger, 0.99 * steps * largest) > 1e-9
         assert epsilon(ledger, 1e-300).epsilon <= steps * largest
 
 
@@ -248,7 +248,7 @@ def test_no_noise_is_no_protection():
     capped = (Capped(q, 0.0, 1, 10, 3) for q in (0.5, 1.0))
     for event in (*capped, Laplace(0.5, 0.0, 1), Allocated(0.0, 1, num_batches=3)):
         assert Ledger((event,), "zero_out").epsilon(1e-5).epsilon == math.inf
-        assert delta(Ledger((event,), "zero_out"), 3.0) == 1.0
+        assert delta_at(Ledger((event,), "zero_out"), 3.0) == 1.0
 
 
 def test_what_a_file_says_of_a_kind_must_be_true():

@@ -20,7 +20,7 @@ from dpfunc.accounting import (
     Opaque,
     RandomizedResponse,
     Tree,
-    delta,
+    delta_at,
     epsilon,
 )
 from dpfunc.accounting.events import from_values, law_of, to_values
@@ -67,7 +67,7 @@ def test_many_integers_are_put_together():
     gaussian = epsilon(Ledger((Event(1.0, 2.0, 10),)), 1e-6).epsilon
     assert epsilon(Ledger((wide,)), 1e-6).epsilon == pytest.approx(gaussian, rel=1e-4)
     steps = DiscreteLaplace(1.0, 2.0, 1, sensitivity=20_000)
-    assert delta(Ledger((steps,)), 0.3) == pytest.approx(1 - math.exp((0.3 - 0.5) / 2), rel=1e-4)
+    assert delta_at(Ledger((steps,)), 0.3) == pytest.approx(1 - math.exp((0.3 - 0.5) / 2), rel=1e-4)
     with pytest.raises(InvalidArgument, match="noise_multiplier \\* sensitivity <= 100000"):
         DiscreteGaussian(1.0, 10.0, 1, sensitivity=20_000)
 
@@ -114,7 +114,7 @@ def test_randomised_response_against_enumeration():
         p = math.prod(true if y == 0 else false for y in outcome)
         q = math.prod(true if y == 1 else false for y in outcome)
         truth += max(0.0, p - math.exp(at) * q)
-    assert truth * (1 - 1e-9) <= delta(Ledger((event,), "replace_one"), at) <= truth * (1 + 2e-3)
+    assert truth * (1 - 1e-9) <= delta_at(Ledger((event,), "replace_one"), at) <= truth * (1 + 2e-3)
     for free in (RandomizedResponse(3, noise=1.0, num_answers=4), RandomizedResponse(3, noise=0.0, num_answers=1)):
         assert epsilon(Ledger((free,), "replace_one"), 0.0).epsilon == 0
     assert epsilon(Ledger((RandomizedResponse(1, 0.0, 2),), "zero_out"), 1e-3).epsilon == math.inf

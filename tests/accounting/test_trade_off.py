@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, delta, epsilon
+from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, delta_at, epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -36,7 +36,7 @@ def test_a_gaussian_has_its_own_curve(mu, rate):
 @settings(max_examples=5, deadline=None)
 def test_delta_is_the_inverse_of_epsilon(at):
     for ledger in (GAUSSIAN, Ledger((Opaque(3, epsilon=0.5, delta=1e-4),))):
-        found = delta(ledger, at)
+        found = delta_at(ledger, at)
         if found < 1:
             assert epsilon(ledger, found * (1 + 1e-9) + 1e-300).epsilon <= at * (1 + 1e-6)
             assert found * 0.99 < 1e-4 or epsilon(ledger, found * 0.99).epsilon >= at * (1 - 1e-3)
@@ -52,7 +52,7 @@ def test_delta_against_integration(at):
     both, weight = ratio[:, None] * ratio[None, :], none[:, None] * none[None, :]
     removed = float(np.sum(weight * np.maximum(both - math.exp(at), 0.0)))
     added = float(np.sum(weight * np.maximum(1 - math.exp(at) * both, 0.0)))
-    found = delta(Ledger((Event(q, sigma, 2),)), at)
+    found = delta_at(Ledger((Event(q, sigma, 2),)), at)
     assert max(removed, added) * (1 - 1e-6) <= found <= max(removed, added) * (1 + 2e-3)
 
 
@@ -115,16 +115,16 @@ def test_pure_releases_have_their_own_curve(ledger, largest, exact, rate):
 
 def test_ends_of_pure_releases():
     for event, largest in ((Opaque(2, epsilon=1.0, delta=0.0), 2.0), (Laplace(1.0, 1.0, 3), 3.0)):
-        assert delta(Ledger((event,)), largest) == delta(Ledger((event,)), 2 * largest) == 0
+        assert delta_at(Ledger((event,)), largest) == delta_at(Ledger((event,)), 2 * largest) == 0
         assert TradeOff(Ledger((event,))).true_positives(1e-6) == pytest.approx(1e-6 * math.exp(largest), rel=1e-9)
 
 
 def test_ends():
     nothing, all_ = Ledger(), Ledger((Event(1.0, 0.0, 1),))
-    assert (delta(nothing, 0.0), TradeOff(nothing).true_positives(0.1)) == (0, 0.1)
+    assert (delta_at(nothing, 0.0), TradeOff(nothing).true_positives(0.1)) == (0, 0.1)
     assert TradeOff(nothing).bayes_success(0.7) == 0.7
-    assert (delta(all_, 5.0), TradeOff(all_).true_positives(0.1), TradeOff(all_).bayes_success()) == (1, 1, 1)
-    assert delta(Ledger((Event(1.0, 1e3, 1),)), 5.0) < 1e-300
+    assert (delta_at(all_, 5.0), TradeOff(all_).true_positives(0.1), TradeOff(all_).bayes_success()) == (1, 1, 1)
+    assert delta_at(Ledger((Event(1.0, 1e3, 1),)), 5.0) < 1e-300
     assert TradeOff(GAUSSIAN).bayes_success(1.0) == 1.0
     pure = Ledger((Opaque(1, epsilon=1.0, delta=0.0),))
     assert TradeOff(pure).advantage() == pytest.approx(math.tanh(0.5), rel=1e-4)
@@ -133,7 +133,7 @@ def test_ends():
 
 @pytest.mark.parametrize(
     ("call", "message"),
-    [(lambda: delta(GAUSSIAN, -1.0), "epsilon"), (lambda: delta(GAUSSIAN, math.nan), "epsilon"),
+    [(lambda: delta_at(GAUSSIAN, -1.0), "epsilon"), (lambda: delta_at(GAUSSIAN, math.nan), "epsilon"),
      (lambda: TradeOff(GAUSSIAN).true_positives(0.0), "false_positives"), (lambda: TradeOff(3), "a Ledger"),
      (lambda: TradeOff(GAUSSIAN).bayes_success(1.5), "0 <= prior <= 1")],
 )  # fmt: skip

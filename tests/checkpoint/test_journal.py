@@ -22,7 +22,7 @@ from dpfunc.accounting import Event
 from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.journal import journal_ledger, read_cost, read_spent, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 
 def test_each_step_is_synced_before_it_returns(tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_step_from_before_the_journal_is_not_repeated_into_it(tmp_path):
     first = run.state
     run.step(journal=None).step(2)
     with pytest.raises(CheckpointError, match=r"Expected step 3 of this run next .* got step 0, which the run took"):
-        run.step(state=replay(first))
+        run.step(state=allow_repeat(first))
 
 
 def test_a_second_phase_that_is_begun_again_counts_both(tmp_path):
@@ -219,7 +219,7 @@ def test_runs_in_one_journal_are_one_after_the_other(tmp_path):
     for state in states:
         for known in (journal, Journal(journal.path, PLAN)):
             with pytest.raises(LedgerConflict, match="one after the other.*began before another one wrote there"):
-                first.step(journal=known, state=replay(state))
+                first.step(journal=known, state=allow_repeat(state))
     assert journal.path.read_text() == text
     assert second.step(journal=journal).ledger == second.counted == PLAN.ledger(1).compose(PLAN.ledger(3))
     loaded = first.load(later_runs="ignore").state  # they saw other records
@@ -245,7 +245,7 @@ def test_a_step_is_repeated_whoever_wrote_since(tmp_path):
     run.step()
     Run(tmp_path, counts=True).step()
     again, batch = make_dp_step(linear_loss, PLAN, journal=Journal(run.path, PLAN)), next(iter(PLAN.batches(first)))
-    assert again(kept, take(DATA, batch), replay(first)).state.step == 1
+    assert again(kept, take(DATA, batch), allow_repeat(first)).state.step == 1
     assert run.counted == PLAN.ledger(1).compose(PLAN.ledger(1))
 
 
@@ -281,7 +281,7 @@ def test_a_new_key_pays_again_for_what_is_drawn_anew(tmp_path):
     run = Run(tmp_path, plan=plan)
     first = run.state
     run.step(4, journal=None)
-    run.save(state=replay(first)._replace(charged=4, ledger=run.ledger), journal=None)
+    run.save(state=allow_repeat(first)._replace(charged=4, ledger=run.ledger), journal=None)
     found = run.load(journal=None, without_journal="new_key").state
     assert (found.step, found.charged, found.limit) == (0, 0, 4)  # 8 steps in all
     run.step(5, journal=None, state=found)

@@ -24,7 +24,7 @@ from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import replay as replay_neighbours
 from dpfunc.rng import fold_in, insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 N = 40
 LOSSES = Telemetry((Statistic("loss", -4.0, 4.0),), 0.1)
@@ -56,7 +56,7 @@ def plan_of(clip=None, **changes):
 def steps_of(plan, batch, seed=0, **options):
     """What the steps of a run release, with the numbers of the records of each."""
     dp_step = dpfunc.make_dp_step(linear_loss, plan, **options)
-    state = replay(dp_step.init(params(), insecure_key(seed)))
+    state = allow_repeat(dp_step.init(params(), insecure_key(seed)))
     for indices in plan.batches(state):
         grads, state, _ = dp_step(params(), dpfunc.take(batch, indices), state)
         yield grads, state, indices

@@ -14,7 +14,7 @@ from dpfunc.clipping import Scheduled
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.types import Schedule
 
 SCALE = Schedule(((1, 1.0), (2, 0.25), (1, 2.0)))
@@ -33,7 +33,7 @@ def plan_of(clip, **changes):
 def steps_of(plan, batch, **options):
     """What the steps of a run release, undivided."""
     dp_step = dpfunc.make_dp_step(linear_loss, plan, **{"reduction": "sum", **options})
-    state = replay(dp_step.init(params(), insecure_key(0)))
+    state = allow_repeat(dp_step.init(params(), insecure_key(0)))
     for _ in range(plan.num_steps):
         grads, state, _ = dp_step(params(), batch, state)
         yield grads, state

@@ -24,7 +24,7 @@ from dpfunc.clipping.telemetry import LEAF as _LEAF
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.evidence import replay as replay_neighbours
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 EVERY = (
     Statistic("loss", -1.0, 4.0), Statistic("clipped"), Statistic("norm", edges=(0.3, 1.0, 3.0)),
@@ -63,7 +63,7 @@ def plan_of(statistics=EVERY, share=0.1, noise_multiplier=1.0, size=40, q=0.5, *
 def steps_of(plan, batch, seed=0, loss=loss_with_aux, steps=None, **options):
     """What the steps of a run release: gradients, and statistics."""
     dp_step = dpfunc.make_dp_step(loss, plan, **options)
-    state = replay(dp_step.init(params(), dpfunc.rng.insecure_key(seed)))
+    state = allow_repeat(dp_step.init(params(), dpfunc.rng.insecure_key(seed)))
     for indices, _ in zip(plan.batches(state), range(steps or plan.num_steps), strict=False):
         grads, state, _ = dp_step(params(), dpfunc.take(batch, indices), state)
         yield grads, state

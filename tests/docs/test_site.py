@@ -191,6 +191,39 @@ def test_the_reference_has_every_public_name():
         assert whole or named(anchor) is getattr(dpfunc, name)
 
 
+def names_used(text):
+    """The dotted names of dpfunc in a page, and those that its blocks import."""
+    imported = {
+        f"{module}.{name.split(' as ')[0].strip()}"
+        for module, names in re.findall(r"from (dpfunc[\w.]*) import ([\w, ]+)", text)
+        for name in names.split(",")
+    }
+    return imported | set(re.findall(r"(?<![\w./-])dpfunc(?:\.\w+)+\b(?!/)", text))
+
+
+def is_module(name):
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_names_that_guides_use_are_public():
+    """Those of no page of the reference stand in a list of their own, with all others that a guide uses."""
+    pages = [
+        DOCS.parent / "README.md",
+        *DOCS.glob("*.md"),
+        *(DOCS / "guides").glob("*.md"),
+        *(DOCS / "moving").glob("*.md"),
+    ]
+    used = set[str]().union(*(names_used(page.read_text()) for page in pages))
+    known = {*SHOWN, *(f"dpfunc.{name}" for name in dpfunc.__all__)}
+    others = {
+        name for name in used if not is_module(name) and not any(f"{name}.".startswith(f"{each}.") for each in known)
+    }
+    listed = re.findall(r"^- `(dpfunc\.[\w.]+)`", text_of("reference/README.md"), re.M)
+    assert listed == sorted(others)
+    assert all(named(name) is not None for name in listed)
+
+
 def named(name):
     """The object of a dotted name."""
     module, _, attribute = name.rpartition(".")

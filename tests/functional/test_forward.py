@@ -24,7 +24,7 @@ from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.functional.forward import uncopied
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 
 class Shared(nn.Module):
@@ -353,7 +353,7 @@ def step_of(module):
     forward, params = functionalize(module)
     plan = dpfunc.Plan(dpfunc.sampling.Poisson(20, 1.0), dpfunc.clipping.Flat(1.0), 1.0, 1, delta=1e-3)
     dp_step = dpfunc.make_dp_step(lambda p, x: forward(p, x).square().sum(1), plan)
-    state = replay(dp_step.init(params, dpfunc.rng.insecure_key(4)))
+    state = allow_repeat(dp_step.init(params, dpfunc.rng.insecure_key(4)))
     grads, *_ = dp_step(params, BATCH, state)
     return grads, list(params), dp_step.decision
 

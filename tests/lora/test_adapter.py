@@ -122,7 +122,7 @@ def test_what_is_kept_can_be_compared_and_scales_by_rank():
 def test_params_of_another_adapter_are_refused(tmp_path):
     adapter = attach(TinyTransformer(), ["head"])
     for use in (
-        lambda p: adapter.forward(p, IDS), adapter.merge, lambda p: lora.save(tmp_path / "a.safetensors", adapter, p)
+        lambda p: adapter.forward(p, IDS), adapter.merge, lambda p: lora.save_adapter(tmp_path / "a.safetensors", adapter, p)
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=r"got params without head.lora_B\."):
             use({"head.lora_A": adapter.params["head.lora_A"]})
@@ -138,8 +138,8 @@ def test_save_and_load(tmp_path, train):
         module, insecure_key(9), targets=["head", "embed"], rank=2, alpha=6, train=train, also_train="position"
     )
     params = random_b(adapter.params)
-    lora.save(tmp_path / "a.safetensors", adapter, params)
-    again, loaded = lora.load(tmp_path / "a.safetensors", module)
+    lora.save_adapter(tmp_path / "a.safetensors", adapter, params)
+    again, loaded = lora.load_adapter(tmp_path / "a.safetensors", module)
     assert again.config == adapter.config
     assert torch.equal(again.forward(loaded, IDS), adapter.forward(params, IDS))
     assert torch.equal(again.merge(loaded)(IDS), adapter.merge(params)(IDS))
@@ -152,9 +152,9 @@ def test_files_that_do_not_fit(tmp_path):
 
     def refused(message, module=module):
         with pytest.raises(CheckpointError, match=message):
-            lora.load(path, module)
+            lora.load_adapter(path, module)
 
-    lora.save(path, adapter, adapter.params)
+    lora.save_adapter(path, adapter, adapter.params)
     refused(r"0.lora_A: saved \(2, 4\), module needs \(2, 5\)", nn.Sequential(nn.Linear(5, 8)))
     refused(r"does not fit the module: .*targets='0'", nn.Sequential(nn.ReLU()))
     save_file({"x": torch.zeros(1)}, path)

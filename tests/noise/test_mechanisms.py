@@ -23,7 +23,7 @@ from dpfunc.evidence import replay as on_neighbours
 from dpfunc.evidence._noise_seen import NoiseSeen, seen_noise
 from dpfunc.evidence._watch import WatchedNoise
 from dpfunc.rng import insecure_key, secure_key
-from dpfunc.state import StepState, replay
+from dpfunc.state import StepState, allow_repeat
 from dpfunc.state import turn_of as turn_after
 from dpfunc.types import ClippedSum
 
@@ -90,7 +90,7 @@ def stepped(case, data, key, *, params=None, batches=None, **options):
     """All releases of a run, as one vector a step, and its last state."""
     dp_step = make_dp_step(linear_loss, case.plan(), reduction="sum", verify_batch=batches is None, **options)
     params = zeros() if params is None else params
-    state, found = replay(dp_step.init(params, key)), []
+    state, found = allow_repeat(dp_step.init(params, key)), []
     for indices in case.plan().batches(state) if batches is None else batches:
         grads, state, _ = dp_step(params, take(data, indices), state)
         found.append(flat(grads))
@@ -190,7 +190,7 @@ def test_a_run_that_is_resumed_in_the_middle_goes_on_bit_for_bit(case, tmp_path,
         found.append(flat(grads))
     again = load(tmp_path / "run", journal=journal.path, **saved).state
     assert again.ledger == state.ledger == plan.ledger()
-    again = replay(again)
+    again = allow_repeat(again)
     for indices, before in zip(plan.batches(again), found[2:], strict=True):
         grads, again, _ = dp_step(params, take(DATA, indices), again)
         assert torch.equal(flat(grads), before)

@@ -16,7 +16,7 @@ from dpfunc.errors import InvalidArgument, RunWarning
 from dpfunc.rng import insecure_key
 from dpfunc.sampling._loader import Collate, Drawn, Draws, Once, Records, without_rows
 from dpfunc.sampling._records import batches_name
-from dpfunc.state import StepState, replay
+from dpfunc.state import StepState, allow_repeat
 
 N = 40
 KEY = insecure_key(0)
@@ -43,7 +43,7 @@ def at(step):
 def begun(plan, **options):
     dp_step = dpfunc.make_dp_step(lambda params, batch: batch["inputs"][0] @ params["w"], plan)
     params = {"w": torch.zeros(3)}
-    return dp_step, params, replay(dp_step.init(params, insecure_key(8), **options))
+    return dp_step, params, allow_repeat(dp_step.init(params, insecure_key(8), **options))
 
 
 class Dicts:

@@ -15,7 +15,7 @@ from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import mean_over_views
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 K = 3
 N = 40
@@ -107,7 +107,7 @@ def test_the_loader_draws_views(num_workers):
     """Rows are (B, K, ...), the draws are those of the plan, views of a record differ, and a repeated step has them."""
     plan = plan_of(0.03, num_steps=12)
     dp_step = dpfunc.make_dp_step(mean_over_views(loss_of_x), plan)
-    start = replay(dp_step.init({"w": torch.zeros(2)}, insecure_key(3)))
+    start = allow_repeat(dp_step.init({"w": torch.zeros(2)}, insecure_key(3)))
 
     def batches():
         return list(plan.loader(Augmented(), start, views=K, num_workers=num_workers))

@@ -22,7 +22,7 @@ from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import mean_over_views
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.train import _features as features
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import read_records
@@ -106,7 +106,7 @@ def test_a_run_is_a_plain_loop_over_these_features(here):
     params = dict(model.named_parameters())
     loss_fn = mean_over_views(make_loss_fn(forward, "sequence_classification"))
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=40)  # records, as the job has it
-    state = replay(dp_step.init(params, insecure_key(5)))
+    state = allow_repeat(dp_step.init(params, insecure_key(5)))
     optimizer = torch.optim.AdamW(params.values(), lr=0.3, weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, 6)
     for indices in plan.batches(state):

@@ -15,7 +15,7 @@ import dpfunc
 from dpfunc import checkpoint, clipping, sampling
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.types import Schedule
 from dpfunc.updates import AdamWBC
 
@@ -149,7 +149,7 @@ def test_the_noise_of_a_step(case):
     zero = {name: torch.zeros(10, *value.shape) for name, value in wide.items()}
     loss = lambda p, batch: sum((p[name] * batch[name]).sum(1) for name in p)
     dp_step = dpfunc.make_dp_step(loss, plan, **options)
-    state = replay(dp_step.init(wide, insecure_key(5)))
+    state = allow_repeat(dp_step.init(wide, insecure_key(5)))
     for indices in plan.batches(state):
         said = dp_step.gradient_noise(wide, state)
         grads, state, _ = dp_step(wide, {name: 1e-15 + value[indices] for name, value in zero.items()}, state)

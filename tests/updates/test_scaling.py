@@ -13,7 +13,7 @@ from dpfunc import clipping, sampling
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.updates import scaled_loss, unscaled
 
 
@@ -74,7 +74,7 @@ def test_scales_may_be_written_between_steps(engine):
 
     scales = {"w": torch.ones(4, 3)}
     dp_step = dpfunc.make_dp_step(scaled_loss(loss_fn, scales), plan, engine=engine, reduction="sum")
-    state = replay(dp_step.init(values, insecure_key(0)))
+    state = allow_repeat(dp_step.init(values, insecure_key(0)))
     for number in range(3):
         grads, state, _ = dp_step(values, {"x": x + number, "y": y}, state)
         rows = torch.func.vmap(torch.func.grad(lambda w, a, b: loss_fn({"w": w}, {"x": a[None], "y": b[None]})[0]),

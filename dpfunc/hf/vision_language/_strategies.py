@@ -45,7 +45,7 @@ _MEANING = {
 class Strategy:
     """A model as a function of what a strategy trains: `forward(params, *args)`, and the parameters it starts with.
 
-    `dpfunc.lora.save(path, adapter, params)` stores the adapter of `"lora"` and `"qlora"`; others have none.
+    `dpfunc.lora.save_adapter(path, adapter, params)` stores the adapter of `"lora"` and `"qlora"`; others have none.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Strategy:
         """
         if self.name == "qlora":
             raise UnsupportedModel(
-                "A base in 4 bits cannot take an adapter. Store it with dpfunc.lora.save(path, strategy.adapter, "
-                "params), and merge it into a base that was loaded in float."
+                "A base in 4 bits cannot take an adapter. Store it with dpfunc.lora.save_adapter(path, "
+                "strategy.adapter, params), and merge it into a base that was loaded in float."
             )
         return with_params(self._model, params) if self.adapter is None else self.adapter.merge(params)
 

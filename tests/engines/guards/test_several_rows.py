@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dpfunc import Plan, clipping, functionalize, make_dp_step, sampling, secure_key
 from dpfunc.errors import RecordsWarning
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 N, D, CLASSES = 40, 6, 3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -27,7 +27,7 @@ def run(loss_fn, batch, model=MODEL, rows=20):
     """Messages of two steps; nothing was spent where the first one is an error."""
     plan = Plan(sampling.FixedSize(N, rows), clipping.Flat(1.0), 1.0, 3, 1e-3, adjacency="zero_out")
     dp_step, params = make_dp_step(loss_fn, plan), functionalize(model).params
-    state, said = replay(dp_step.init(params, insecure_key(3))), []
+    state, said = allow_repeat(dp_step.init(params, insecure_key(3))), []
     for indices in list(plan.batches(state))[:2]:
         own = {name: leaf[indices] for name, leaf in batch.items()}
         with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,7 @@ from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.sampling import mean_over_views
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.updates import Ema, LastSteps
 
 KEY = dpfunc.rng.insecure_key
@@ -60,7 +60,7 @@ def test_views_are_those_of_a_plain_loop(tmp_path):
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     loss_fn = mean_over_views(make_loss_fn(forward, "sequence_classification"))
     dp_step = dpfunc.make_dp_step(loss_fn, trainer.plan, microbatch_size=4)
-    state, (optimizer, schedule) = replay(dp_step.init(params, KEY(4))), sgd(params.values())
+    state, (optimizer, schedule) = allow_repeat(dp_step.init(params, KEY(4))), sgd(params.values())
     for batch in trainer.plan.loader(Masked(), state, views=2):
         assert batch["input_ids"].shape[1:] == (2, 6)
         grads, state, _ = dp_step({name: p.detach() for name, p in params.items()}, batch, state)
