@@ -18,7 +18,7 @@ from benchmarks.recipes.data import FOLDER, ROOT, clothes
 from dpfunc.clipping import Flat
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import Poisson
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 from dpfunc.train._features import CHANNELS, scattering
 
 DIGITS = ROOT / ".cache" / "mnist"  # the four files of MNIST, if somebody put them there
@@ -148,12 +148,11 @@ def train(net: nn.Module, images: Images, setting: Setting, seed: int) -> nn.Mod
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=ROWS_AT_ONCE if len(params) > 2 else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dpfunc.errors.InsecureKeyWarning)  # the data are public
-        state = replay(dp_step.init(params, insecure_key(seed)))  # a seed may run again
+        state = allow_repeat(dp_step.init(params, insecure_key(seed)))  # a seed may run again
     optimizer = torch.optim.SGD(params.values(), lr=setting.rate, momentum=setting.momentum)
     for indices in plan.batches(state):
         grads, state, _ = dp_step(params, dpfunc.take((images.x, images.y), indices), state)
-        for name, param in params.items():
-            param.grad = grads[name]
+        dpfunc.set_grads(params, grads)
         optimizer.step()
     return dpfunc.with_params(net, params)
 

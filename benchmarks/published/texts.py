@@ -24,7 +24,7 @@ from benchmarks.published.rows import Setting, noise_of
 from dpfunc.clipping import Flat
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import Poisson
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 IGNORED = -100
 ORDER = 4  # longest n-grams of BLEU
@@ -187,12 +187,11 @@ def train(
     dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=rows_at_once)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dpfunc.errors.InsecureKeyWarning)  # the data are public
-        state = replay(dp_step.init(params, insecure_key(seed)))  # a seed may run again
+        state = allow_repeat(dp_step.init(params, insecure_key(seed)))  # a seed may run again
     optimizer = torch.optim.AdamW(params.values(), lr=setting.rate, weight_decay=kit.decay)
     for indices in plan.batches(state):
         grads, state, _ = dp_step(params, dpfunc.take(data, indices), state)
-        for name, param in params.items():
-            param.grad = grads[name]
+        dpfunc.set_grads(params, grads)
         optimizer.step()
     return tokenizer, dpfunc.with_params(model, params).eval()
 
