@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from pages import DOCS, ROOT, text_of
+from pages import DOCS, ROOT, blocks, text_of
 
 # What is no plain technical English, and what to write in its place.
 HOUSE = {
@@ -58,3 +58,13 @@ def test_the_glossary_is_short():
     rows = re.findall(r"^\| (.+?) \| .+ \|$", text_of("concepts.md").split("## Glossary")[1], re.MULTILINE)
     assert 20 < len(rows) - 2 <= 40  # a header, and its line
     assert len(rows) == len(set(rows))
+
+
+def test_examples_of_the_first_pages_fit_into_a_window():
+    """84 columns are what the site shows beside its navigation at 1280 pixels."""
+    pages = ["../README.md", "index.md", "quick_start.md", "recipes.md"]
+    pages += [f"moving/{path.name}" for path in (DOCS / "moving").glob("*.md")]
+    wide = {
+        page: [line for code in blocks(page, r"\w*") for line in code.splitlines() if len(line) > 84] for page in pages
+    }
+    assert {page: lines for page, lines in wide.items() if lines} == {}
