@@ -25,7 +25,7 @@ forward, params = adapters.functionalize(model)
 loss_fn = make_loss_fn(forward, "causal_lm")
 public = dict(collate(dataset[:50]))
 before = float(loss_fn(params, public).mean())
-plan = dpfunc.Plan.for_budget(epsilon=8.0, delta=1e-5, dataset_size=len(dataset), expected_batch_size=200, num_steps=40,
+plan = dpfunc.Plan.for_budget(epsilon=8.0, delta=1e-5, dataset_size=len(dataset), expected_batch_size=100, num_steps=30,
                               clip=clipping.Automatic())  # fmt: skip
 dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=64)
 state = dp_step.init(params, key=dpfunc.secure_key())
