@@ -329,3 +329,35 @@ def test_preferences(here, capsys, monkeypatch):
     assert "0.3269" in found[1]
     margins = names["hf"].preferences.margins(names["adapter"].forward, names["params"], names["data"])
     assert float((margins > 0).float().mean()) > 0.8  # 0 before
+
+
+def test_modules(capsys):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        names = execute(*blocks("modules.md"))
+    assert "['student.weight', 'student.bias', 'scale.weight']" in capsys.readouterr().out
+    assert not torch.equal(names["student"].weight, names["modules"]["student"].weight)
+    assert names["state"].ledger.num_steps == 6
+    assert names["state"].ledger.epsilon(1e-4).epsilon <= 8.0
+
+
+def test_federated(capsys):
+    names = execute(*blocks("federated.md"))
+    assert capsys.readouterr().out.startswith("8 ")
+    assert names["ledger"] == names["first"].ledger() + names["first"].ledger()
+    assert (names["params"]["w"] > 1.0).all()  # 8 rounds of a mean update of length 1, and noise of 0.05
+
+
+@pytest.mark.slow
+def test_rare_classes(monkeypatch):
+    keys = (dataclasses.replace(insecure_key(seed), guessable=False) for seed in range(2))
+    monkeypatch.setattr(dpfunc, "secure_key", lambda: next(keys))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        names = execute(*blocks("rare_classes.md"))
+    rare = names["y"] == 1
+    true = float((names["found"][rare] == 1).float().mean())
+    assert 0.04 < float(rare.float().mean()) < 0.2
+    assert true > 0.5
+    assert abs(names["recall"] - true) < 0.5
+    assert names["released"].ledger.num_steps == names["plan"].num_steps + 1

@@ -28,7 +28,8 @@ FOLDER = Path(__file__).parent
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("conftest.py", Path(__file__).name))
 # Order in which keys are numbered: a new program is the last.
 ORDER = ["aux_metrics", "first_loop", "head", "images", "language_model", "opacus_moved", "rare_class", "released_loss",
-         "resume", "sweep", "two_processes", "users", "chat", "image_folder", "preferences"]  # fmt: skip
+         "resume", "sweep", "two_processes", "users", "chat", "image_folder", "preferences", "two_modules",
+         "federated"]  # fmt: skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),  # Opacus, in each run
     pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning"),  # Opacus, in short runs
@@ -178,6 +179,29 @@ def test_preferences(run, tmp_path):
     assert names["preferred"] > 0.9
     assert names["data"]["reference"].shape == (500, 2)
     assert all("lora_" in name for name in names["params"])
+
+
+def test_two_modules(run):
+    """Two numbers explain most of eight; the criterion has learnt how much is left."""
+    names = run("two_modules")
+    assert within(names, 8.0)
+    assert {name.partition(".")[0] for name in names["params"]} == {"encoder", "decoder", "likelihood"}
+    trained, x = names["trained"], names["x"]
+    with torch.no_grad():
+        found = trained["decoder"](trained["encoder"](x)[:, :2])
+    assert (found - x).square().mean() < 0.2 * x.var()
+    assert 0 < trained["likelihood"].log_std.exp() < 0.6
+    assert all(not torch.equal(trained[name].weight, names["modules"][name].weight) for name in ("encoder", "decoder"))
+
+
+def test_federated(run):
+    """Each phase costs more than the one before; what is counted is one ledger of all rounds."""
+    names = run("federated")
+    assert names["ledger"].num_steps == 15
+    assert names["costs"] == sorted(set(names["costs"]))
+    assert names["costs"][-1] == names["ledger"].epsilon(1e-4).epsilon < 4.0
+    logits = torch.func.functional_call(names["model"], names["params"], (names["x"],))
+    assert (logits.argmax(-1) == names["y"]).float().mean() > 0.85  # a constant has 0.5
 
 
 def test_opacus_moved(run):
