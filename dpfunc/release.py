@@ -26,11 +26,14 @@ class ReleasedMean(NamedTuple):
     Args:
         mean: of the shape of one value. std: standard deviation of the noise on each of its numbers, a public fact.
         ledger: what was spent, earlier releases included.
+        divided_by: the `dataset_size` that was given, which the sum is divided by however many values there were: the
+            mean of fewer is smaller by as much, and their number stays private.
     """
 
     mean: Tensor
     std: float
     ledger: Ledger
+    divided_by: int
 
 
 @named
@@ -67,7 +70,7 @@ def release_mean(
         adjacency: which data sets are neighbours.
 
     Returns:
-        `ReleasedMean(mean, std, ledger)`. Released.
+        `ReleasedMean(mean, std, ledger, divided_by)`. Released.
 
     Raises:
         InvalidArgument: an argument outside its domain, or more values than `dataset_size`.
@@ -103,7 +106,7 @@ def release_mean(
     count = len(values) if len(values) != dataset_size else None
     grads, state, _ = step(params, values, step.init(params, key, num_records=count))
     sensitivity = limit * (2 if adjacency == "replace_one" else 1)
-    return ReleasedMean(grads["mean"], noise_multiplier * sensitivity / dataset_size, state.ledger)
+    return ReleasedMean(grads["mean"], noise_multiplier * sensitivity / dataset_size, state.ledger, dataset_size)
 
 
 def _within(values: Tensor, limit: float) -> Tensor:

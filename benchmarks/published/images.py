@@ -16,10 +16,10 @@ import dpfunc
 from benchmarks.published.rows import Setting, noise_of
 from benchmarks.recipes.data import FOLDER, ROOT, clothes
 from dpfunc.clipping import Flat
+from dpfunc.features.images import CHANNELS, scattering
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import Poisson
 from dpfunc.state import allow_repeat
-from dpfunc.train._features import CHANNELS, scattering
 
 DIGITS = ROOT / ".cache" / "mnist"  # the four files of MNIST, if somebody put them there
 GROUPS = 27  # of channels, each normalised in each image

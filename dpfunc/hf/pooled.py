@@ -16,6 +16,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dpfunc.recipes import Head
 
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # of encoders of BERT's form
+
 
 class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no types
     """An encoder, the mean of its last hidden states over the tokens, and a linear layer that starts at zero.
@@ -118,15 +120,19 @@ def _through(layers: Iterable[nn.Module], x_BTd: Tensor, attention_mask: Tensor 
     return x_BTd
 
 
-def load_mean_pooled(path: str, *, config: Any = None, local_files_only: bool = True) -> MeanPooledClassifier:
+def load_mean_pooled(
+    path: str, *, config: Any = None, num_labels: int | None = None, local_files_only: bool = True
+) -> MeanPooledClassifier:
     """Read a bare encoder, or a classifier that was saved, in float32.
 
     Args:
         path: folder, as save_pretrained writes it. config: None reads that of the folder; of a bare encoder give one
-            with `num_labels`. local_files_only: False allows downloads.
+            with `num_labels`. num_labels: classes of the new head of a bare encoder, whose configuration is then read
+            from the folder, without dropout: noise is regularisation enough. local_files_only: False allows downloads.
     """
     if config is None:
-        config = AutoConfig.from_pretrained(path, local_files_only=local_files_only)
+        new = {} if num_labels is None else {"num_labels": num_labels, **NO_DROPOUT}
+        config = AutoConfig.from_pretrained(path, local_files_only=local_files_only, **new)
     model: MeanPooledClassifier = MeanPooledClassifier.from_pretrained(
         path, config=config, dtype=torch.float32, local_files_only=local_files_only
     )

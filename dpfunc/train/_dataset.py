@@ -1,6 +1,6 @@
 """Records of a job: rows of a table, what is refused, what the model gets, one by one or by person, and batches.
 
-May import: its folder, hf and below. Trusted: yes.
+May import: its folder, features and below. Trusted: yes.
 """
 
 import json
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
+from dpfunc.features.tables import TableFeatures, number_of
 from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.preferences import ANSWERS, CollatePairs
@@ -26,10 +27,10 @@ from dpfunc.hf.vision_language import image_text_collator
 from dpfunc.hf.vision_language._images import check_readable, messages_with_images
 from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
-from dpfunc.train._features import TableFeatures
+from dpfunc.train._features import check_table
 from dpfunc.train._views import views_of
 from dpfunc.train.config import FEATURES, DataSection, Job
-from dpfunc.train.tables import Row, Table, number_of, read_images, read_table, split
+from dpfunc.train.tables import Row, Table, read_images, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
 
@@ -198,7 +199,7 @@ def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: 
         where = row["place"] if job.task == "image_classification" else f"row {number} of {path.name}"
         _check_row(job, processing, row, where, _folder(job, file))
     if isinstance(processing, TableFeatures):
-        processing.check_table(table, path.name)
+        check_table(processing, table, path.name)
     return table
 
 

@@ -1,6 +1,6 @@
 """The model of a job, with exactly those parameters requiring gradients that its strategy trains.
 
-May import: its folder, hf and below. Trusted: no.
+May import: its folder, features and below. Trusted: no.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import facts_of_model, quantised_layers
 from dpfunc.hf.models import four_bit
-from dpfunc.hf.pooled import MeanPooledClassifier, load_mean_pooled
+from dpfunc.hf.pooled import NO_DROPOUT, MeanPooledClassifier, load_mean_pooled
 from dpfunc.hf.vision_language import prepare
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._features import load_front, names_of_classes, new_model
@@ -154,7 +154,7 @@ def _changes(job: Job, processing: Any) -> dict[str, Any]:
     if job.task in NEW_HEAD:
         changes["pad_token_id"] = processing.pad_token_id
     if job.model.pooling == "mean":  # noise is regularisation enough, and what is frozen is computed without dropout
-        changes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        changes |= NO_DROPOUT
     return changes
 
 

@@ -1,6 +1,6 @@
 """Values that a job leaves out: rate, batch size and steps from the recipe of its strategy; how texts are pooled.
 
-May import: its folder, hf and below. Trusted: no.
+May import: its folder, features and below. Trusted: no.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """A search: the jobs of a grid, scored on public records, or on private ones, where the best run alone is released.
 
-May import: its folder, hf and below. Trusted: yes.
+May import: its folder, features and below. Trusted: yes.
 
 The score of a model is a sum to which each held-out record adds a number between 0 and 1.
 """

@@ -1,6 +1,6 @@
 """Classes and probabilities of new records, from a model of a table or of images that `dpfunc train` left.
 
-May import: its folder, hf and below. Trusted: no.
+May import: its folder, features and below. Trusted: no.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train._features import Front, TableFeatures, load_features
+from dpfunc.features.tables import TableFeatures
+from dpfunc.train._features import Front, load_features
 from dpfunc.train._model import one_line
 from dpfunc.train._run_folder import MODEL
 from dpfunc.train.tables import read_table, visible_files

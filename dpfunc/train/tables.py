@@ -1,6 +1,6 @@
 """Tables of private records: read, without exact duplicates, split record by record.
 
-May import: its folder, hf and below. Trusted: yes.
+May import: its folder, features and below. Trusted: yes.
 """
 
 import codecs
@@ -9,7 +9,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -304,14 +303,6 @@ def split(
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         sides[int.from_bytes(digest) / 2**64 < fraction].append(row)
     return tuple(sides[0]), tuple(sides[1])
-
-
-def number_of(text: str) -> float:
-    """The number in a text; nan where there is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def json_values(path: Path) -> dict[str, Any]:

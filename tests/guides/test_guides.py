@@ -21,6 +21,7 @@ from pages import ROOT, text_of
 from text_job import run
 from tiny_models import NAME, write_model
 from trainer_cases import classifier, labelled, training_arguments
+from transformers import BertConfig, BertModel
 from workers import run as on_processes
 
 import dpfunc
@@ -132,7 +133,7 @@ def test_distributed(capsys):
 
 
 def test_loop(here, capsys):
-    train, rehearsal, resume, stream, people, several, publish = blocks("loop.md")
+    train, rehearsal, resume, rates, stream, people, several, publish = blocks("loop.md")
     names = execute(train)
     assert "epsilon=2.9" in capsys.readouterr().out
     assert execute(rehearsal, **names)["warnings"] == ()
@@ -149,6 +150,10 @@ def test_loop(here, capsys):
     assert '"one patient"' in (here / "privacy_accounting.json").read_text()
     assert names["state"].ledger == spent == journal_ledger(here / "run" / "journal.jsonl")
     assert all(torch.equal(p, before[name]) for name, p in names["params"].items())
+    released = execute(rates, **names)
+    assert released["table"].ledger.num_steps == 2
+    assert abs(float(released["recall"].share[0, 0]) - 0.5) < 0.05
+    assert abs(float(released["area"]) - 0.4) < 0.15  # of scores that say nothing: (.9^2 - .1^2) / 2
     names = execute(stream, **names)
     assert names["state"].step == 20
     assert [event.num_steps for event in names["state"].ledger.events] == [2]
@@ -173,6 +178,16 @@ def test_peft(here, capsys):
     assert saved == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     assert float(names["plan"].epsilon) == 8.0
     assert "causal_lm" in capsys.readouterr().out
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(here / "encoder")
+    adapter = names["LoraConfig"](task_type="SEQ_CLS", r=2, layers_to_transform=[1])
+    rows = {"input_ids": torch.randint(1, 50, (40, 6)), "attention_mask": torch.ones(40, 6, dtype=torch.long)}
+    trained, ledger = names["private_classifier"](
+        str(here / "encoder"), adapter, rows, torch.arange(40) % 2, 2, epsilon=8.0, delta=1e-3
+    )
+    assert ledger.num_steps == 40
+    assert 7.9 < ledger.epsilon(1e-3).epsilon <= 8.0
+    assert trained(**rows).logits.shape == (40, 2)
 
 
 @pytest.mark.slow

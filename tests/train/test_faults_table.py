@@ -27,10 +27,10 @@ from dpfunc import Ledger
 from dpfunc.accounting import Event
 from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import InvalidArgument
+from dpfunc.features import ScatteringFeatures
 from dpfunc.hf.vision_language._images import opened
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import read_records
-from dpfunc.train._features import ScatteringFeatures
 from dpfunc.train._model import load_processing
 from dpfunc.train.predict import _records
 from dpfunc.train.tables import read_table, visible_files

@@ -18,6 +18,8 @@ from trainer_cases import again
 from yaml import safe_load
 
 from dpfunc.errors import InvalidArgument
+from dpfunc.features import TableFeatures, images
+from dpfunc.features.tables import MISSING
 from dpfunc.recipes import Head, unit_rows
 from dpfunc.rng import insecure_key
 from dpfunc.train import _features as features
@@ -53,17 +55,17 @@ def check_neighbours(one, other):
 
 # Tables
 
-FRONT = features.TableFeatures({"age": (0.0, 100.0), "hours": (-8.0, 8.0)}, {"work": ("a", "b")}, missing="feature")
-texts = st.one_of(st.floats(-1e6, 1e6).map(repr), st.sampled_from(features.MISSING))
+FRONT = TableFeatures({"age": (0.0, 100.0), "hours": (-8.0, 8.0)}, {"work": ("a", "b")}, missing="feature")
+texts = st.one_of(st.floats(-1e6, 1e6).map(repr), st.sampled_from(MISSING))
 rows = st.fixed_dictionaries({"age": texts, "hours": texts, "work": st.sampled_from(["a", "b", " a ", "c", ""])})
 
 
 @given(row=rows, missing=st.sampled_from(["feature", "refuse"]))
 @settings(derandomize=True, deadline=None)
 def test_rows_have_a_public_norm(row, missing):
-    front = features.TableFeatures(FRONT.numbers, FRONT.categories, missing)
+    front = TableFeatures(FRONT.numbers, FRONT.categories, missing)
     if missing == "refuse":
-        row = {name: "5" if text in features.MISSING and name != "work" else text for name, text in row.items()}
+        row = {name: "5" if text in MISSING and name != "work" else text for name, text in row.items()}
     found = front.encode(row)
     assert found.shape == (front.size,)
     assert float(found.norm()) == pytest.approx(math.sqrt(3), rel=1e-6)
@@ -122,7 +124,7 @@ def test_public_facts_that_are_not_of_this_table_are_refused(tmp_path, change, m
 
 def test_rows_of_the_check_are_those_of_the_table():
     with pytest.raises(InvalidArgument, match="in row 9 of t"):
-        FRONT.check_table(Table(({"age": "x", "hours": "1", "work": "a"},), (9,)), "t")
+        features.check_table(FRONT, Table(({"age": "x", "hours": "1", "work": "a"},), (9,)), "t")
 
 
 def test_equal_rows_are_two_records(tmp_path):
@@ -149,7 +151,7 @@ def encoder(tmp_path_factory):
 @pytest.mark.parametrize("grey", [False, True])
 def test_an_image_is_encoded_alone(photos, grey):
     """In each group of three channels the mean is 0 and the variance at most 1, over the positions of this image."""
-    front = features.ScatteringFeatures(12, 8, grey)
+    front = images.ScatteringFeatures(12, 8, grey)
     found = front.encode(visible_files(photos)[0])
     assert found.shape == (front.size,) == ((1 if grey else 3) * 81 * 6,)
     groups = found.reshape(-1, 18)
@@ -247,17 +249,17 @@ def picture(side=16):
 
 def test_the_numbers_are_those_of_kymatio():
     """Kymatio throws pixels away between the two wavelets, which costs it up to 1 % of a mean."""
-    found, means = features.scattering(picture())[0], torch.tensor([float(text) for text in KYMATIO.split()])
-    assert found.shape == (features.CHANNELS, 4, 4)
+    found, means = images.scattering(picture())[0], torch.tensor([float(text) for text in KYMATIO.split()])
+    assert found.shape == (images.CHANNELS, 4, 4)
     torch.testing.assert_close(found.mean((1, 2)), means, rtol=0.02, atol=1e-4)
     torch.testing.assert_close(found[: len(PLACE), 1, 2], torch.tensor(PLACE), rtol=0.06, atol=1e-4)
 
 
 def test_a_constant_has_no_moduli_and_colours_are_apart():
-    found = features.scattering(torch.stack([torch.full((8, 12), 0.5), picture(12)[0, :8]]))
+    found = images.scattering(torch.stack([torch.full((8, 12), 0.5), picture(12)[0, :8]]))
     torch.testing.assert_close(found[0, 0], torch.full((2, 3), 0.5))
     assert found[0, 1:].abs().max() < 1e-5
-    assert torch.equal(found[1:], features.scattering(picture(12)[:, :8]))
+    assert torch.equal(found[1:], images.scattering(picture(12)[:, :8]))
 
 
 # Runs from end to end: the command, resume, people, a search, the twin; and the saved model

@@ -9,20 +9,18 @@ import warnings
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from dpfunc._utils.validation import expect
 from dpfunc.errors import InvalidArgument, NoiseWarning
+from dpfunc.hf.heads import head_of, measure_feature_norm
 from dpfunc.hf.trainer._run import trainable
 from dpfunc.hf.trainer._settings import word
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.recipes import Head, Recipe, Strategy, recipe
+from dpfunc.recipes import Recipe, Strategy, recipe
 
-_ADAPTER = "lora_"  # in the names of parameters, by PEFT
 PHYSICAL = 64  # records differentiated at once where nobody says how many
-_PROBES = (8, 32)  # made-up texts and their tokens
 # What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.
 _DECIDED = (
     "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -47,7 +45,8 @@ def model_recipe(
     facts: dict[str, Any] = {}
     if weight is not None and is_head:
         own = sum(p.numel() for p in head.values())
-        norm = _feature_norm(model, [*head.values()], measure) or math.sqrt(own / len(weight))
+        behind_layer_norm = math.sqrt(own / len(weight))
+        norm = (measure_feature_norm(model, head) if measure else None) or behind_layer_norm
         facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
     size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings(action="ignore", category=NoiseWarning):  # those who use a recipe show its advice
@@ -65,38 +64,8 @@ def new_head(strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
     """The trained parameters of a new head: all with `head`, those that are no adapters with `lora`, else none."""
     params = trainable(model)
     if strategy == "lora":
-        return {name: p for name, p in params.items() if _ADAPTER not in name}
+        return head_of(params)
     return params if strategy == "head" else {}
-
-
-def _feature_norm(model: nn.Module, head: list[Tensor], measure: bool) -> float | None:
-    """Norm of the inputs of a linear head: 1 of a `Head`, else the gradient of a logit, on made-up tokens, if any."""
-    if any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules()):
-        return 1.0
-    return _measured_norm(model, head) if measure else None
-
-
-def _measured_norm(model: nn.Module, head: list[Tensor]) -> float | None:
-    config: Any = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None)
-    if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
-        return None
-    longest = int(getattr(config, "max_position_embeddings", None) or 512) - 2  # some models begin at position 2
-    shape = (_PROBES[0], min(_PROBES[1], max(1, longest)))
-    ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    was_training = model.training
-    model.train(False)
-    norms = []
-    try:
-        for ids_1T in ids.to(head[0].device).split(1):
-            logits = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).logits
-            grads = torch.autograd.grad(logits[0, 0], head, allow_unused=True)
-            norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads if grad is not None)))
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than tokens
-        return None
-    finally:
-        model.train(was_training)
-    return sum(norms) / len(norms) or None
 
 
 def with_clip(privacy: PrivacyArguments, found: Recipe) -> PrivacyArguments:
@@ -128,7 +97,7 @@ def short_way(
 ) -> str | None:
     """Advice, with a rate that helps, for a run of Adam whose sum of rates, which bounds its way, is too small."""
     params = trainable(model)
-    strategy: Strategy = "lora" if any(_ADAPTER in name for name in params) else "head"
+    strategy: Strategy = "lora" if len(head_of(params)) < len(params) else "head"
     known = strategy == "lora" or _weight_of_linear([*params.values()]) is not None
     if not known or "adam" not in word(args.optim):
         return None
