@@ -1,8 +1,8 @@
 """Features of records from each of them alone and public facts: rows of tables, images, sentences; and their norms.
 
-What `dpfunc train` gives to a model, for loops.
-
 May import: its folder, hf, metrics and below. Trusted: no.
+
+What `dpfunc train` gives to a model, for loops.
 """
 
 from dpfunc.features.images import EncoderFeatures, ScatteringFeatures, load_encoder, scattering
