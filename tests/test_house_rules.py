@@ -26,7 +26,8 @@ LAYERS = {
     "errors": 0, "_utils": 1, "types": 2, "rng": 3, "batches": 3,
     "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "updates": 4, "functional": 5, "lora": 6,
     "distributed": 7, "clipped": 8, "plan": 9, "state": 10, "recipes": 10, "step": 11, "checkpoint": 12,
-    "rehearsal": 13, "release": 13, "evidence": 13, "budget": 13, "metrics": 14, "hf": 14, "features": 15, "train": 16, "cli": 17, "__init__": 18,
+    "rehearsal": 13, "release": 13, "evidence": 13, "budget": 13, "metrics": 14, "hf": 14, "features": 15,
+    "train": 16, "cli": 17, "__init__": 18,
 }  # fmt: skip
 BANNED_CALLS = {
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_hook",

@@ -18,7 +18,7 @@ from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.recipes import recipe
 from dpfunc.rng import insecure_key
-from dpfunc.state import replay
+from dpfunc.state import allow_repeat
 
 EPSILON, DELTA, N = 8.0, 1e-3, 120
 
@@ -105,7 +105,7 @@ def test_a_loop_with_two_rates_trains_as_the_trainer(tmp_path):
         plan = found.plan()
         assert plan == trainer.plan
         dp_step = dpfunc.make_dp_step(loss_fn, plan)
-        state = replay(dp_step.init(params, insecure_key(0)))
+        state = allow_repeat(dp_step.init(params, insecure_key(0)))
         optimizer = found.optimizer(params.values(), head=head.values() if two_rates else ())
         scheduler = found.scheduler(optimizer)
         for indices in plan.batches(state):
