@@ -311,7 +311,7 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
         "lines of these files": sum(lines[name] for name in way),
         "modules that step.py imports": len(modules_imported(trees["step.py"])),
         "public names at module level": sum(len(names) for name, names in public.items() if not is_private(name)),
-        "names meant to be public": len(exported),
+        "names at the top of dpfunc": len(exported),
         "names without an underscore that only their own file uses, tests and examples included": only_here,
         "functions": len(every),
         f"functions of complexity > {COMPLEX}": f"{complicated} ({100 * complicated / len(every):.1f} %)",
