@@ -229,6 +229,20 @@ def test_per_sample_gradients_are_those_of_the_loop(name, loss, engine):
     assert all(value < 1e-9 for value in found.values()), found
 
 
+def test_the_gradient_is_that_of_the_formula():
+    """Of both answers, in plain autograd on texts one by one."""
+    model, batch = made().requires_grad_(), {**texts(), "reference": torch.zeros(4, 2)}
+    forward, params = functionalize(model)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    found = torch.autograd.grad(make_loss_fn(forward, Preference(beta=0.5))(leaves, batch).sum(), [*leaves.values()])
+    names = ("input_ids", "attention_mask", "labels")
+    scores = [[by_hand(model, *(batch[name][row, answer] for name in names)) for answer in (0, 1)] for row in range(4)]
+    total = sum(F.softplus(-0.5 * (chosen - rejected)) for chosen, rejected in scores)
+    expected = torch.autograd.grad(total, [dict(model.named_parameters())[name] for name in leaves])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_one_pass_for_both_answers():
     model, calls = made(), []
     forward, params = functionalize(model)
