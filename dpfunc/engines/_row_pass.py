@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.table import Use
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
+
+_Found = TypeVar("_Found")
 
 # What operations of torch, and losses, raise. Other errors of a loss come through as they are.
 ORDINARY = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
@@ -459,9 +462,22 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
     return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row), mode.told)
 
 
-def reason_of(error: BaseException) -> str:
-    """Why rows cannot be computed so: the first line of an error that settings may avoid. Others are raised."""
-    failed(error)
-    refuse_out_of_memory(error)
-    on_any_process(True)  # the next attempt is another message
-    return (str(error).splitlines() or ["-"])[0]
+def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:
+    """The first result without an error, and its settings; `Alone` with the reason of the last one if there is none."""
+    reason, unruled, unseen = "", False, False
+    others = product((first.rules, False), (first.own_memory, True), (False, True))
+    for tried in dict.fromkeys((first, *(Settings(*flags) for flags in others))):
+        if (tried.rules and unruled) or (tried.plain_functions and unseen):
+            continue
+        try:
+            return attempt(tried), replace(tried, since=reason or tried.since)
+        except DPFuncError:
+            raise
+        except (NoRules, Alone, *ORDINARY) as error:
+            failed(error)
+            refuse_out_of_memory(error)
+            unruled |= isinstance(error, NoRules)
+            unseen |= "randomness error mode" in str(error)  # which plain functions would let pass
+            reason = (str(error).splitlines() or ["-"])[0]
+            on_any_process(True)  # the next attempt is another message
+    raise Alone(reason)

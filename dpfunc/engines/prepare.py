@@ -7,16 +7,14 @@ from the step: a run that goes on in a new process has the same bits. What a bat
 to the loop for that batch, and is not remembered.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 
-from dpfunc.engines._levels import Alone, FirstRead, NoRules
+from dpfunc.engines._levels import Alone, FirstRead
 from dpfunc.engines._per_sample import Kept
-from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass, reason_of
+from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
 from dpfunc.engines._rules.table import Use
 from dpfunc.engines.loop import MOST_TOLD, Call, aside, made_up, made_up_row, warmed
-from dpfunc.errors import DPFuncError
 
 
 @dataclass(frozen=True)
@@ -81,26 +79,9 @@ def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
         return PreparedLoss(settings, reads, {name: tuple(ops) for name, ops in uses.items()}, together)
 
     try:
-        return _first_that_does(before.settings, attempt)
+        found, settings = first_that_does(before.settings, attempt)
     except FirstRead as stop:
         return replace(before, reads=str(stop))
     except Alone:
         return before
-
-
-def _first_that_does(first: Settings, attempt: Callable[[Settings], PreparedLoss]) -> PreparedLoss:
-    """What the first settings without an error give; `Alone` with the reason of the last one if there are none."""
-    reason, unruled, unseen = "", False, False
-    others = product((first.rules, False), (first.own_memory, True), (False, True))
-    for tried in dict.fromkeys((first, *(Settings(*flags) for flags in others))):
-        if (tried.rules and unruled) or (tried.plain_functions and unseen):
-            continue
-        try:
-            return replace(attempt(tried), settings=replace(tried, since=reason or tried.since))
-        except DPFuncError:
-            raise
-        except (NoRules, Alone, *ORDINARY) as error:
-            unruled |= isinstance(error, NoRules)
-            unseen |= "randomness error mode" in str(error)  # which plain functions would let pass
-            reason = reason_of(error)
-    raise Alone(reason)
+    return replace(found, settings=settings)

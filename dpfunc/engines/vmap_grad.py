@@ -26,7 +26,7 @@ from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse
 from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
-from dpfunc.engines._row_pass import ORDINARY, Rows, one_pass, reason_of
+from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
 from dpfunc.engines.check import warn_without_rules
 from dpfunc.engines.loop import loop, rows_alone
 from dpfunc.engines.prepare import PreparedLoss, prepare
@@ -119,7 +119,7 @@ class _Calls:
 
     def __init__(self, loss_fn: LossFn, seed: Tensor, prepared: PreparedLoss, read: str) -> None:
         self.loss_fn, self.seed, self.prepared, self.read = loss_fn, seed, prepared, read
-        self.number = 0
+        self.number, self.done, self.settings = 0, False, prepared.settings
         self.kept: tuple[object, ...] = ()
         self.by_row = set[str]()
 
@@ -132,7 +132,7 @@ class _Calls:
         """Begin a call: rows draw the same in each."""
         torch.default_generator.set_state(self.seed)
         self.number += 1
-        if self.kept:  # what one call changes, another could change back
+        if self.kept and (self.read or self.done):  # what one call changes, another could change back
             self.end()
             refuse_kept(self.loss_fn)
         elif (self.read or self.number > 1) and not self.allowed:
@@ -142,11 +142,15 @@ class _Calls:
         """Note that Python is about to be told numbers of rows; the next call notes what the loss keeps."""
         self.read, self.kept = read, ()
 
-    def passed(self, rows: Rows, kept: Kept) -> Passed:
+    def passed(self, rows: Rows, settings: Settings, kept: Kept) -> Passed:
         """One pass over rows."""
-        found = one_pass(rows, self.prepared.settings, self.prepared.known, kept, self.allowed)
+        found = one_pass(rows, settings, self.prepared.known, kept, self.allowed)
         self.by_row.update(found.by_row)
         return found
+
+    def succeed(self, settings: Settings) -> None:
+        """Note that a call was no error."""
+        self.done, self.settings = True, settings
 
     def end(self) -> None:
         """Note a loss that has changed what it keeps."""
@@ -199,7 +203,7 @@ class VmapGrad:
         if before is None or before.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
             _log.log(level, "engine %s: %s", decision.engine, decision.reason)
-            if self.rules and not prepared.settings.rules:
+            if self.rules and not calls.settings.rules:
                 warn_without_rules()
         self._decisions[loss_fn] = decision
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
@@ -242,7 +246,7 @@ class VmapGrad:
         for part in reversed(parts):
             if part.alone:
                 return Decision("loop", f"rows alone, since {part.alone}")
-        settings, names = calls.prepared.settings, tuple(sorted(calls.by_row))
+        settings, names = calls.settings, tuple(sorted(calls.by_row))
         by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
             told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
@@ -255,25 +259,28 @@ class VmapGrad:
         return self._decisions.get(loss_fn)
 
     def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
-        """Gradients of these rows by the settings that made-up rows need; or groups in which they can be computed."""
-        calls.begin()
+        """Gradients of these rows by the first settings that compute them; or groups in which they can be computed."""
+
+        def attempt(settings: Settings) -> PerSample | Ghost | Diverged:
+            calls.begin()
+            try:
+                return self._pass(rows, settings, calls)
+            except Diverged as stop:
+                return stop
+
         try:
-            return self._pass(rows, calls)
-        except Diverged as stop:
-            return stop
+            found, settings = first_that_does(calls.prepared.settings, attempt)
         except FirstRead as stop:
             calls.first_read(str(stop))
             return self._try(rows, calls)
-        except DPFuncError:
-            raise
-        except (NoRules, Alone, *ORDINARY) as error:
-            raise Alone(reason_of(error)) from error
+        calls.succeed(settings)
+        return found
 
-    def _pass(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
+    def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
         """One pass over rows; with `two_passes` the first one, and the second for each sum."""
-        if not self.two_passes or not calls.prepared.settings.rules:
+        if not self.two_passes or not settings.rules:
             kept = Kept()
-            passed = calls.passed(rows, kept)
+            passed = calls.passed(rows, settings, kept)
             if passed.disagreed is not None:
                 return passed.disagreed
             if self.told is not None:
@@ -284,7 +291,7 @@ class VmapGrad:
             return PerSample(passed.losses_B, grads, aux=passed.aux)
         # where the last batch had numbers that need care, no pass is tried without it: the results are the same
         measured = Measured(together=calls.prepared.together, careful=self._marked.get(rows.loss_fn, False))
-        passed = calls.passed(rows, measured)
+        passed = calls.passed(rows, settings, measured)
         if passed.disagreed is not None:
             return passed.disagreed
         with exact(passed.losses_B.device), torch.no_grad():
@@ -294,12 +301,12 @@ class VmapGrad:
         self._marked[rows.loss_fn] = on_any_process(marked)
         if self._marked[rows.loss_fn] and not measured.careful:
             calls.begin()
-            return self._pass(rows, calls)
-        again = partial(self._weigh, rows, measured, calls, precision_now(passed.losses_B.device))
+            return self._pass(rows, settings, calls)
+        again = partial(self._weigh, rows, settings, measured, calls, precision_now(passed.losses_B.device))
         return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
 
     def _weigh(
-        self, rows: Rows, measured: Measured, first: _Calls,
+        self, rows: Rows, settings: Settings, measured: Measured, first: _Calls,
         around: Callable[[], AbstractContextManager[None]], factors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
@@ -308,7 +315,7 @@ class VmapGrad:
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
-                passed = calls.passed(rows, weighted)
+                passed = calls.passed(rows, settings, weighted)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
