@@ -28,6 +28,11 @@ def head_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in params.items() if not any(mark in name for mark in _ADAPTERS)}
 
 
+def reads_unit_rows(model: nn.Module) -> bool:
+    """True if a `Head` is trained, whose rows have norm 1 whatever is in them: nothing has to be measured."""
+    return any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules())
+
+
 def measure_feature_norm(model: nn.Module, head: Iterable[str]) -> float | None:
     """Norm of what a row gives to a linear head, the 1 of its bias included, as `recipe(feature_norm=)` takes it.
 
@@ -49,7 +54,7 @@ def measure_feature_norm(model: nn.Module, head: Iterable[str]) -> float | None:
     1.0
     """
     params = [model.get_parameter(name) for name in head]
-    if any(isinstance(module, Head) and module.weight.requires_grad for module in model.modules()):
+    if reads_unit_rows(model):
         return 1.0
     config: Any = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from dpfunc._utils.validation import expect
 from dpfunc.errors import InvalidArgument, NoiseWarning
-from dpfunc.hf.heads import head_of, measure_feature_norm
+from dpfunc.hf.heads import head_of, measure_feature_norm, reads_unit_rows
 from dpfunc.hf.trainer._run import trainable
 from dpfunc.hf.trainer._settings import word
 from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -46,7 +46,7 @@ def model_recipe(
     if weight is not None and is_head:
         own = sum(p.numel() for p in head.values())
         behind_layer_norm = math.sqrt(own / len(weight))
-        norm = (measure_feature_norm(model, head) if measure else None) or behind_layer_norm
+        norm = (measure_feature_norm(model, head) if measure or reads_unit_rows(model) else None) or behind_layer_norm
         facts = {"num_classes": len(weight), "num_head_parameters": own, "feature_norm": norm}
     size = sum(p.numel() for p in trainable(model).values())
     with warnings.catch_warnings(action="ignore", category=NoiseWarning):  # those who use a recipe show its advice
