@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from dpfunc.batches import tree_leaves
 from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
-from dpfunc.engines._islands import Results, joined
-from dpfunc.engines._levels import Alone, Pass, at_a_level, is_row
+from dpfunc.engines._levels import NeedsLoop, Pass, at_a_level, is_row
+from dpfunc.engines._native import Results, joined
 from dpfunc.engines._reads import agreed
 
 _log = logging.getLogger("dpfunc")
@@ -53,7 +53,7 @@ def verified() -> frozenset[Any]:
 
 
 def _plain(tensor: Tensor, given: Sequence[Tensor]) -> bool:
-    """True for a result that has memory of its own, which is all that it has: rows of it can be joined."""
+    """True for a result that owns exactly its own memory, so that rows of it can be joined."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return all(tensor.untyped_storage()._cdata != each.untyped_storage()._cdata for each in given)
@@ -72,7 +72,7 @@ def _same(owner: Pass, shapes: Sequence[Any], name: str) -> None:
 
 
 def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a function row by row below both levels, as one node; what cannot be done so ends the pass."""
+    """The result of a function, row by row below both levels, as one node; a call that it cannot do ends the pass."""
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
     inputs = [flat[place] for place in places]
@@ -82,7 +82,7 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     name, rest = getattr(func, "__name__", str(func)), list[Any]()
     why = f"torch's rule of {name} for rows was not seen right in torch {VERSION}"
     if not owner.at_levels():
-        owner.stop(Alone(f"{why}, and the loss calls it inside of a transform"))
+        owner.stop(NeedsLoop(f"{why}, and the loss calls it inside of a transform"))
 
     def call(*values: Tensor) -> Results:
         rows = zip(*(value.unbind() for value in values), strict=True)
@@ -111,13 +111,13 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         results = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
         written = any(not _unchanged(*pair) for pair in zip(own, given_row, strict=True))
         if written or not all(_plain(value, own) for value in results):
-            owner.stop(Alone(f"{why}, and it writes into, or shares memory with, what it is given"))
+            owner.stop(NeedsLoop(f"{why}, and it writes into, or shares memory with, what it is given"))
         return found
 
     before = torch.default_generator.get_state()
     made = joined(owner, call, inputs, wanted)
     if not torch.equal(before, torch.default_generator.get_state()):
-        owner.stop(Alone(f"{why}, and it draws random numbers"))
+        owner.stop(NeedsLoop(f"{why}, and it draws random numbers"))
     owner.by_row.setdefault(name)
     results = iter(made)
     return pytree.tree_unflatten([next(results) if leaf is ... else leaf for leaf in rest[1:]], rest[0])

@@ -1,4 +1,4 @@
-"""Random numbers of a row: a function of the seed of the step and of its position, whoever is beside it.
+"""Random numbers of a row: a function of the step's seed and the row's position, whatever the other rows are.
 
 May import: its folder, batches, rng and below. Trusted: yes.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Alone, Below, inside, of_rows
+from dpfunc.engines._levels import NeedsLoop, OutsideTransforms, inside, of_rows
 
 _SELU_ALPHA = 1.7580993408473766  # of torch's alpha dropout
 
@@ -36,7 +36,7 @@ class OwnDraws:
 
     @contextmanager
     def of_row(self) -> Iterator[None]:
-        """Inside, torch's generators are in states of the one row, from which operations without a form here draw."""
+        """Context in which torch's generators have the state of one row, for operations without a form here."""
         generators = _generators()
         before = [generator.get_state() for generator in generators]
         try:
@@ -49,7 +49,7 @@ class OwnDraws:
                 generator.set_state(state)
 
     def _leave(self, numbers: Tensor) -> None:
-        """Leave torch's generator in a state of the row where it is alone, from which the next draw finds `numbers`."""
+        """Leave torch's generator in the row's state if the row is alone; the next draw gets `numbers` from it."""
         state = numbers
         if self._alone:
             own = torch.Generator("cpu").manual_seed(_seeded(numbers.numpy().tobytes(), self.positions[0]))
@@ -59,13 +59,13 @@ class OwnDraws:
         self._numbers[_hash(state)] = numbers
 
     def check_known(self) -> None:
-        """End a pass over several rows in which an operation without a form here has drawn: all rows share its draw."""
+        """End a pass over several rows if an operation without a form here has drawn: all rows share its draw."""
         state = torch.default_generator.get_state()
         if self._alone or _hash(state) in self._numbers:
             return
         seed = torch.default_generator.initial_seed()
         if _hash(state) != _hash(torch.Generator("cpu").manual_seed(seed).get_state()):
-            raise Alone("an operation draws random numbers that dpfunc does not know")
+            raise NeedsLoop("an operation draws random numbers that dpfunc does not know")
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         """The draws `draw(row)` of all rows on a device, (B, ...), each with its generator in a state of its own."""
@@ -103,7 +103,7 @@ def _generators() -> list[torch.Generator]:
 
 
 def without_form(kwargs: Mapping[str, Any]) -> str:
-    """Why a call that draws has no form here; empty where it has one."""
+    """Why this module cannot draw for a call row by row; empty if it can."""
     if kwargs.get("out") is not None:
         return "the loss draws into a tensor (out=)"
     own = kwargs.get("generator") not in (None, torch.default_generator)
@@ -117,12 +117,12 @@ def inside_vmap(level: int) -> bool:
 
 
 def _hash(state: Tensor) -> int:
-    with Below():
+    with OutsideTransforms():
         return hash(state.numpy().tobytes())
 
 
 Draw = Callable[[Callable[[int], Tensor], torch.device], Tensor]
-"""Make the tensor of one row of what `draw(row)` gives for each row, on a device."""
+"""Tensor of one row, from the draws `draw(row)` of all rows on a device."""
 
 
 def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -224,7 +224,7 @@ def random_operation(
     """The result of a function that draws; NotImplemented for calls that draw nothing."""
 
     def own(draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
-        with Below(), torch.no_grad():
+        with OutsideTransforms(), torch.no_grad():
             values_B = draws.of_each(draw, device)
         return as_row(values_B)
 

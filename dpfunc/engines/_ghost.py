@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dpfunc.engines import _numerics as numerics
 from dpfunc.engines._levels import Passed
-from dpfunc.engines._per_sample import Kept, Late, PerSample, PerSampleGrad, formed
+from dpfunc.engines._per_sample import DeferredGrad, Kept, PerSample, PerSampleGrad, formed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
 
 class Source(Protocol):
-    """Tensors that a module computes with in place of its parameters, where it swaps them itself (`fully_shard`)."""
+    """Tensors that replace the parameters of a module which swaps its parameters itself (`fully_shard`)."""
 
     def leaves(self, params: Params) -> dict[str, Tensor]:
         """The tensors that stand for these parameters, by name."""
@@ -51,7 +51,7 @@ class Measured(Kept):
         """True if all of the gradient of a parameter comes from one use."""
         return self.counts.get(name) == 1 and name not in self.together
 
-    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
+    def take(self, name: str, grad: PerSampleGrad | DeferredGrad) -> None:
         """Measure a gradient, or keep it for the others of the same parameter."""
         if self.single(name):
             self._measure(name, formed(grad))
@@ -97,7 +97,7 @@ class Weighted(Kept):
     sums: dict[str, Tensor] = field(default_factory=dict)
     found: dict[str, numerics.Measured] = field(default_factory=dict)
 
-    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
+    def take(self, name: str, grad: PerSampleGrad | DeferredGrad) -> None:
         """Sum a gradient, or keep it for the others of the same parameter."""
         if self.measured.single(name) and name not in self.sums:
             self._sum(name, formed(grad))
@@ -135,7 +135,7 @@ class Weighted(Kept):
 
 
 def differs(names: Iterable[str]) -> UnsupportedModel:
-    """The error where a second pass does not give what was measured."""
+    """The error if a second pass gives other gradients than the first one."""
     return UnsupportedModel(
         f"The gradients of {', '.join(map(repr, names))} differ between the two passes of this engine, so they would "
         "not be clipped by their norms. The loss depends on more than its inputs (a counter, random numbers of Python "

@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import in_lockstep, initialized, is_independent
-from dpfunc.engines._per_sample import Late, PerSampleGrad
-from dpfunc.engines._rules.table import Use
+from dpfunc.engines._per_sample import DeferredGrad, PerSampleGrad
+from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.types import Params
 
-Below = torch._C._DisableFuncTorch
+OutsideTransforms = torch._C._DisableFuncTorch
 """Context in which plain tensors are computed below both levels."""
 
 
@@ -61,18 +61,18 @@ class Levels:
         values_B = of_rows(value)
         if values_B is not None:
             return values_B
-        with Below():
+        with OutsideTransforms():
             same: Tensor = inside(value).expand(self.rows, *value.shape)
             return same
 
 
 transforms_seen = functorch._set_dynamic_layer_keys_included
-"""Let operations pass the open levels, or not."""
+"""Switch the open levels on or off for the next operations."""
 
 
 @contextmanager
 def custom_functions(plain: bool) -> Iterator[None]:
-    """Inside, custom functions that torch's transforms do not take are nodes of the level of gradients.
+    """Context in which custom functions that torch's transforms refuse are nodes of the level of gradients.
 
     torch looks at the levels where such a function is applied: they are seen inside of torch functions only.
     """
@@ -90,16 +90,16 @@ def custom_functions(plain: bool) -> Iterator[None]:
 
 
 @contextmanager
-def below_both() -> Iterator[None]:
-    """Inside, no level is open: custom functions run as well, which `Below` does not cover."""
+def outside_levels() -> Iterator[None]:
+    """Context in which no level is open. Custom functions run in it, too; `OutsideTransforms` does not cover them."""
     with ExitStack() as stack:
         while functorch.maybe_current_level() is not None:
             stack.enter_context(_without_level())
         yield
 
 
-def told_of_transforms() -> AbstractContextManager[None]:
-    """Inside, torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
+def seen_as_compiling() -> AbstractContextManager[None]:
+    """Context in which torch answers that code is being transformed (`torch.compiler.is_compiling`), which it is.
 
     Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
     padding, so that no number is read and all rows go the same way. A sharded model communicates as ever.
@@ -110,7 +110,7 @@ def told_of_transforms() -> AbstractContextManager[None]:
 
 @contextmanager
 def levels(num_rows: int) -> Iterator[Levels]:
-    """Open both levels. Random operations that nobody answers are errors: none is drawn for all rows together."""
+    """Open both levels. A random operation without a handler is an error: no number is drawn for all rows at once."""
     lazy_load_decompositions()
     before = functorch.get_inplace_requires_grad_allowed()
     functorch.set_inplace_requires_grad_allowed(True)  # the loss may ask for gradients of its inputs
@@ -135,7 +135,7 @@ def inside(value: Any) -> Any:
 
 
 at_a_level = functorch.is_functorch_wrapped_tensor
-"""True for a tensor of one of the levels; false for one as the process has it, such as memory that FSDP manages."""
+"""True for a tensor of one of the levels; false for a plain tensor, such as memory that FSDP manages."""
 
 
 def is_row(value: Any) -> TypeGuard[Tensor]:
@@ -157,16 +157,16 @@ def of_rows(value: Any) -> Tensor | None:
     axis = functorch.maybe_get_bdim(value)
     if not axis:
         return plain
-    with Below():
+    with OutsideTransforms():
         return plain.movedim(axis, 0)
 
 
 is_dead = functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # no stub
-"""True for a tensor of a level that is closed: of an earlier call, or of a transform of the loss that has ended."""
+"""True for a tensor of a closed level: from an earlier call, or from a transform of the loss that has ended."""
 
 
 def is_row_of_earlier(value: Tensor) -> bool:
-    """True for a row of a call that has ended, whose own levels are closed. Torch would take it for one of now."""
+    """True for a row of an earlier call, whose levels are closed. Torch would treat it as a row of this call."""
     closed = True
     while functorch.is_functorch_wrapped_tensor(value):
         if functorch.is_gradtrackingtensor(value):
@@ -182,7 +182,7 @@ def is_row_of_earlier(value: Tensor) -> bool:
 class Node(_SingleLevelFunction):
     """A node of the level of gradients alone: `forward` and `setup_context`, as in `torch.autograd.Function`.
 
-    torch's transforms make such a node, too, for each call of a custom function, which takes ten times as long.
+    torch's transforms also make such a node for each call of a custom function; that takes ten times as long.
     """
 
 
@@ -197,7 +197,7 @@ def apply_node(node: type[Node], *args: Any) -> Any:
 
 
 def gradients(ends: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Any]) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad`, which would switch modes off, and lose what is computed again inside."""
+    """As `torch.autograd.grad`, but modes stay active, so that recomputed operations are seen."""
     found: Sequence[Tensor | None] = _engine_run_backward(
         tuple(ends), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
@@ -210,7 +210,7 @@ def run_backward(loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | No
 
 
 def _quiet(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The functions among these by which modes are asked, as functions that do not ask."""
+    """Versions of these functions that do not dispatch to modes."""
     return {name: (lambda *args, **kwargs: False) for name in names if name.startswith("has_torch_function")}
 
 
@@ -227,7 +227,7 @@ def without_dispatch(function: Any) -> Callable[..., Any]:
 
 
 def opened(func: Any) -> Callable[..., Any] | None:
-    """The same function that does not ask modes, so that its parts do; None for those that are one operation."""
+    """A version of the function whose parts dispatch to modes; None for a function that is one operation."""
     of_torch = type(func) is FunctionType and (func.__module__ or "").startswith("torch.")
     return without_dispatch(func) if of_torch and _asks_modes(func) else None
 
@@ -239,23 +239,23 @@ def _asks_modes(func: FunctionType) -> bool:
 
 
 MOST_RAISED = 100
-"""Errors of one call after which a loss that catches each of them is given answers, so that it ends."""
+"""Number of caught errors in one call after which the loss gets made-up answers, so that it ends."""
 
 
 def numbers_of_nobody(given: Any, raised: int) -> Any:
-    """Arguments with made-up numbers, others after each error: a loss may wait for a number of any sign and size."""
+    """Arguments with made-up numbers, which change after each error: a loss may wait for any sign and size."""
     number = float((raised % 2) * (-10) ** (raised // 2 % 9))
 
     def made(value: Tensor) -> Tensor:
         new = torch.full(value.shape, number, device=value.device).to(value.dtype)
         return new.requires_grad_() * 1 if value.requires_grad else new
 
-    with below_both(), torch.enable_grad():
+    with outside_levels(), torch.enable_grad():
         return pytree.tree_map_only(Tensor, made, given)
 
 
 def is_set_from_inside(args: Sequence[Any]) -> bool:
-    """True for data of a deeper level than their tensor, as `BUFFER.data = row` does: the process would end."""
+    """True for data of a deeper level than their tensor, as in `BUFFER.data = row`, which would crash the process."""
     return bool(functorch.maybe_get_level(args[1]) > functorch.maybe_get_level(args[0]))
 
 
@@ -264,7 +264,7 @@ SETTING_DATA = frozenset((_DATA.__set__,))
 
 
 class Stop(BaseException):
-    """End of a pass. No Exception, so that code of the loss that catches all of them does not catch it."""
+    """Ends a pass. It is no `Exception`, so a loss that catches every Exception does not catch it."""
 
 
 class Diverged(Stop):
@@ -279,16 +279,16 @@ class Diverged(Stop):
         return [[places[row] for row in group] for group in self.groups]
 
 
-class Alone(Stop):
-    """Rows that this engine cannot take: each is to be computed alone."""
+class NeedsLoop(Stop):
+    """This engine cannot compute these rows: the loop computes each of them alone."""
 
 
 class FirstRead(Stop):
-    """The loss is about to be told numbers of rows, and nobody has noted what it keeps."""
+    """The loss is about to read numbers of rows before its state was recorded."""
 
 
 class NoRules(Stop):
-    """A backward pass inside of the loss: the pass is to be repeated without rules and islands."""
+    """A backward pass inside of the loss: the pass is repeated without rules and native operations."""
 
 
 @dataclass(frozen=True)
@@ -299,40 +299,40 @@ class Passed:
     rest: Mapping[str, Tensor]
     params: Params
     disagreed: Diverged | None
-    uses: Sequence[Use]
+    uses: Sequence[ParameterUse]
     aux: Any = None
     by_row: Sequence[str] = ()
-    told: str = ""
+    reads: str = ""
 
 
 _ANCHOR = torch.zeros((), device="cpu")
 
 
 class Pass(TorchFunctionMode):
-    """One pass over rows: what those know of it who answer the torch functions that the loss calls.
+    """State shared by one pass's handlers, which answer the torch functions that the loss calls.
 
     Args:
         over: the open levels. params: name -> plain value. leaves: name -> what the loss gets.
         uses: that are known from earlier passes. take: takes the gradients of one use of a parameter, by name.
         counts: name -> uses in the forward pass, with a rule. rules: operations go to their rules.
-        allowed: number of times that Python may be told numbers of rows; none before what the loss keeps is noted.
+        allowed: number of times that Python may read numbers of rows; none before the state of the loss is recorded.
     """
 
     def __init__(
-        self, over: Levels, params: Params, leaves: Params, uses: dict[object, Use],
-        take: Callable[[str, PerSampleGrad | Late], None], counts: dict[str, int], rules: bool, allowed: float,
+        self, over: Levels, params: Params, leaves: Params, uses: dict[object, ParameterUse],
+        take: Callable[[str, PerSampleGrad | DeferredGrad], None], counts: dict[str, int], rules: bool, allowed: float,
     ) -> None:  # fmt: skip
         super().__init__()
         self.levels, self.leaves, self.uses, self.take, self.counts = over, leaves, uses, take, counts
         self.rules, self.allowed = rules, allowed
         self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
         self.anchor = over.leaf(_ANCHOR)
-        self.noted: list[Use] = []
+        self.noted: list[ParameterUse] = []
         self.by_row: dict[str, None] = {}
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
-        self.in_backward, self.told = False, ""
+        self.in_backward, self.reads = False, ""
 
     def plain(self, leaf: object) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -347,28 +347,28 @@ class Pass(TorchFunctionMode):
         return self.at_levels() and torch.is_grad_enabled()
 
     def seen(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a function whose parts pass here."""
+        """The result of a function whose parts come back to this mode."""
         with self:
             return func(*args, **kwargs)
 
     def stop(self, stop: Stop) -> NoReturn:
-        """End the pass, also where code of the loss catches the exception."""
+        """End the pass, even if the loss catches the exception."""
         self.stopped = self.stopped or stop
         raise stop
 
     def differ(self, stop: Diverged) -> None:
-        """End the pass where rows differ; in lockstep it goes on with the first row, since others wait for it."""
+        """End the pass where rows differ. In lockstep, continue with the first row, since other processes wait."""
         if in_lockstep():
             self.disagreed = self.disagreed or stop
         else:
             self.stop(stop)
 
     def reading(self, read: str) -> None:
-        """End the pass before Python learns anything of the rows, if what the loss keeps was not noted before it."""
+        """End the pass before Python reads a value, if the state of the loss was not recorded before the pass."""
         if not self.allowed:
             self.stop(FirstRead(read))
         self.allowed -= 1
-        self.told = self.told or read
+        self.reads = self.reads or read
 
     def expect(self, names: Iterable[str]) -> None:
         """Count uses of parameters whose gradients will come."""
@@ -377,6 +377,6 @@ class Pass(TorchFunctionMode):
                 self.counts[name] = self.counts.get(name, 0) + 1
 
     def backward_node(self) -> None:
-        """End the pass where a node runs in a backward pass that is not that of the losses."""
+        """End the pass if a node runs in another backward pass than that of the losses."""
         if not self.in_backward and self.stopped is None:  # of a pass that is stopped, nothing is used
             self.stop(NoRules("the loss has a backward pass of its own"))

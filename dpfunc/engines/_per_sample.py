@@ -68,15 +68,15 @@ class Dense:
 _Kind = TypeVar("_Kind", bound=PerSampleGrad)
 
 
-class Late(NamedTuple):
-    """Factors, smaller than their gradients, which are formed when the activations of the pass are gone."""
+class DeferredGrad(NamedTuple):
+    """Gradients kept as smaller factors; they are formed after the pass has freed its activations."""
 
     grad: PerSampleGrad
 
 
-def formed(grad: PerSampleGrad | Late) -> PerSampleGrad:
-    """Gradients that were to be formed late are formed."""
-    return Dense(grad.grad.dense()) if isinstance(grad, Late) else grad
+def formed(grad: PerSampleGrad | DeferredGrad) -> PerSampleGrad:
+    """The gradients, formed if they were deferred."""
+    return Dense(grad.grad.dense()) if isinstance(grad, DeferredGrad) else grad
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def _careful_sum(grad: PerSampleGrad, factors_B: Tensor, cancels_B: Tensor) -> T
 
 
 class _Found(NamedTuple):
-    """Stacks in the order in which they are measured, with the names and squared norms of all their parameters, and the
+    """Stacks in the order of measurement, with the names and squared norms of all their parameters, and the
     mask of the norms that are finite and have enough digits."""
 
     stacks: Sequence[_Stack]
@@ -430,7 +430,7 @@ class PerSample:
 
     @cached_property
     def is_marked(self) -> bool:
-        """Read the mark: True if a number is to be computed with care."""
+        """Read the mark: True if some number needs the careful computation."""
         return not bool(self._found().enough.all())
 
     @cached_property
@@ -470,9 +470,9 @@ class Kept:
     """Gradients of one pass, formed or as factors, until all uses of each parameter are there."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    pieces: dict[str, list[PerSampleGrad | Late]] = field(default_factory=dict)
+    pieces: dict[str, list[PerSampleGrad | DeferredGrad]] = field(default_factory=dict)
 
-    def take(self, name: str, grad: PerSampleGrad | Late) -> None:
+    def take(self, name: str, grad: PerSampleGrad | DeferredGrad) -> None:
         """Take the gradients of one use of a parameter, in the backward pass."""
         self.pieces.setdefault(name, []).append(grad)
 
@@ -482,7 +482,7 @@ class Kept:
             self.pieces.setdefault(name, []).append(Dense(grads_B))
 
     def joined(self, name: str, param: Tensor, num_samples: int) -> PerSampleGrad:
-        """All of the gradient of a parameter; the pieces are given away."""
+        """The whole gradient of a parameter; its pieces are removed from this object."""
         pieces = self.pieces.pop(name, [])
         pieces.reverse()
         found: list[PerSampleGrad] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.batches import tree_leaves
-from dpfunc.engines._levels import Alone, Below, Diverged, Pass, inside, is_row, of_rows
+from dpfunc.engines._levels import Diverged, NeedsLoop, OutsideTransforms, Pass, inside, is_row, of_rows
 
 
 def agreed(owner: Pass, keys: Sequence[Hashable], read: str) -> None:
@@ -27,7 +27,7 @@ def agreed(owner: Pass, keys: Sequence[Hashable], read: str) -> None:
 
 
 def bits(values_B: Tensor) -> list[bytes]:
-    with Below():
+    with OutsideTransforms():
         if not values_B.numel():
             return [b""] * len(values_B)
         flat = values_B.detach().reshape(len(values_B), -1).clone(memory_format=torch.contiguous_format).cpu()
@@ -45,21 +45,21 @@ def read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
                 flat[place] = inside(value)
             else:
                 agreed(owner, bits(values_B), func.__name__)
-                with Below():
+                with OutsideTransforms():
                     flat[place] = values_B[0].detach()
     args, kwargs = pytree.tree_unflatten(flat, spec)
-    with Below():
+    with OutsideTransforms():
         return func(*args, **kwargs)
 
 
 def by_row(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A function of whole numbers or masks, row by row below both levels; rows with other shapes are grouped."""
     if kwargs.get("out") is not None:
-        owner.stop(Alone(f"{func.__name__} writes its result, which is of each row, into `out`"))
+        owner.stop(NeedsLoop(f"{func.__name__} writes its result, which is of each row, into `out`"))
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     plain = [(inside(value), of_rows(value)) for value in flat]
     found = []
-    with Below(), torch.no_grad():
+    with OutsideTransforms(), torch.no_grad():
         for row in range(owner.levels.rows):
             own = [value if values_B is None else values_B[row] for value, values_B in plain]
             a, k = pytree.tree_unflatten(own, spec)
@@ -77,7 +77,7 @@ def _joined(owner: Pass, values: Sequence[Any], read: str) -> Any:
         return values[0]
     agreed(owner, [tuple(value.shape) for value in values], read)
     same = all(value.shape == values[0].shape for value in values)
-    with Below():
+    with OutsideTransforms():
         return owner.levels.row(torch.stack(tuple(values) if same else [values[0]] * len(values)))
 
 
@@ -226,15 +226,15 @@ def one_hot(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         return NotImplemented
     if count < 0:
         count = read(owner, Tensor.item, (classes.max(),), {}) + 1
-    with Below():
+    with OutsideTransforms():
         outside = bool(((values_B < 0) | (values_B >= count)).any())
     if outside:
-        owner.stop(Alone("a class is outside of those of one_hot"))
+        owner.stop(NeedsLoop("a class is outside of those of one_hot"))
     return (classes.unsqueeze(-1) == torch.arange(count, device=classes.device)).to(torch.int64)
 
 
 def ctc_loss(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Lengths decide about shapes inside of `ctc_loss`: rows with equal ones go together."""
+    """Lengths decide shapes inside of `ctc_loss`, so only rows of equal lengths are computed together."""
     bound = dict(zip(("log_probs", "targets", "input_lengths", "target_lengths"), args, strict=False), **kwargs)
     for name in ("input_lengths", "target_lengths"):
         if is_row(bound[name]):
@@ -243,13 +243,13 @@ def ctc_loss(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs:
 
 
 def solve(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Equations whose sides have the same batch axes: torch's rule for others takes rows for such an axis."""
+    """Solve equations whose sides have the same batch axes; torch's rule for others mistakes rows for a batch axis."""
     bound = dict(zip(("A", "B"), args, strict=False), **kwargs)
     left, right = bound["A"], bound["B"]
     if not (is_row(left) or is_row(right)) or (left.shape[:-2] == right.shape[:-2] and right.ndim > 1):
         return NotImplemented
     if func is not torch.linalg.solve or bound.keys() - {"A", "B", "left"}:
-        owner.stop(Alone(f"vmap cannot broadcast the sides of {func.__name__}"))
+        owner.stop(NeedsLoop(f"vmap cannot broadcast the sides of {func.__name__}"))
     vector = right.ndim == 1 or right.shape == left.shape[:-1]
     right = right.unsqueeze(-1) if vector else right
     axes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -265,7 +265,7 @@ def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
     if not isinstance(values, Tensor) or not (is_row(values) or values.requires_grad):
         return NotImplemented
     if size is None or bound.get("dtype") not in (None, values.dtype) or bound.get("requires_grad"):
-        return owner.stop(Alone("a sparse tensor has no given size, or is of another dtype"))
+        return owner.stop(NeedsLoop("a sparse tensor has no given size, or is of another dtype"))
     places = tuple(bound["indices"].long().unbind(0))
     return values.new_zeros(tuple(size)).index_put(places, values, accumulate=True)
 
@@ -326,13 +326,13 @@ def strided(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     values_B = of_rows(args[0] if args else kwargs["input"])
     if values_B is None:
         return NotImplemented
-    with Below():
+    with OutsideTransforms():
         dense = torch.empty_like(values_B[0]).stride() == values_B[0].stride()
-    return NotImplemented if dense else owner.stop(Alone(f"{func.__name__} sees the memory of all rows"))
+    return NotImplemented if dense else owner.stop(NeedsLoop(f"{func.__name__} sees the memory of all rows"))
 
 
 def _of_memory(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return owner.stop(Alone(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
+    return owner.stop(NeedsLoop(f"{func.__name__} sees the memory of all rows")) if is_row(args[0]) else NotImplemented
 
 
 def _named(*names: str) -> list[Any]:

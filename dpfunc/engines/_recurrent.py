@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._islands import ANCHOR, Kernel, Native, Results, credit_use
-from dpfunc.engines._levels import Below, Node, Pass, apply_node, inside, of_rows
+from dpfunc.engines._levels import Node, OutsideTransforms, Pass, apply_node, inside, of_rows
+from dpfunc.engines._native import ANCHOR, Kernel, Native, Results, credit_use
 from dpfunc.engines._numerics import Costs, exact, matrix
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
 from dpfunc.engines._reads import Handler, read
 from dpfunc.engines._rules import RULES
-from dpfunc.engines._rules.table import REQUIRED, Grads, Rule, Use, column_sum
+from dpfunc.engines._rules.table import REQUIRED, Grads, ParameterUse, Rule, column_sum
 
 
 class Weights(NamedTuple):
@@ -177,7 +177,7 @@ KINDS: Mapping[Callable[..., Any], Kind] = {
 }
 
 
-def _of_gates(use: Use, grad: Tensor, input: Tensor, state: Tensor, **_: Any) -> Grads:
+def _of_gates(use: ParameterUse, grad: Tensor, input: Tensor, state: Tensor, **_: Any) -> Grads:
     """`y = x W^T + b + h U^T + c`."""
     grads: dict[str, PerSampleGrad] = {}
     g_BTG = use.positions(grad)
@@ -188,7 +188,7 @@ def _of_gates(use: Use, grad: Tensor, input: Tensor, state: Tensor, **_: Any) ->
     return {**grads, **dict.fromkeys(biases, column_sum(use, grad))} if biases else grads
 
 
-def _costs(use: Use) -> Costs:
+def _costs(use: ParameterUse) -> Costs:
     """Costs of both matrices as one: their inputs are joined."""
     shapes = use.shapes.values()
     positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
@@ -204,7 +204,7 @@ _GATES = Rule(
 )
 _LINEAR = RULES[F.linear]
 Credit = Callable[[str, Rule, Sequence[Any], Tensor], None]
-"""Gets the name of an operation on parameters, its rule, its arguments, and the gradient of its result (T, B, ...)."""
+"""Function of an operation's name, its rule, its arguments, and the gradient of its result (T, B, ...)."""
 
 
 class _Direction(Node):
@@ -403,7 +403,7 @@ def _of_row(owner: Pass, state: Tensor) -> Tensor:
     """A state of a row: those that are the same for all rows, trained ones among them, get an axis of rows."""
     if of_rows(state) is not None:
         return state
-    with Below():
+    with OutsideTransforms():
         zeros_B = inside(state).new_zeros(owner.levels.rows, 1)
     return state + owner.levels.row(zeros_B)
 

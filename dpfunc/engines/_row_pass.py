@@ -36,18 +36,16 @@ from dpfunc.engines._guards.loss import (
     refuse_earlier,
     refuse_undeclared,
 )
-from dpfunc.engines._islands import ISLANDS, OF_LIBRARIES, registered
 from dpfunc.engines._levels import (
     MOST_RAISED,
-    Alone,
-    Below,
     Levels,
+    NeedsLoop,
     NoRules,
+    OutsideTransforms,
     Pass,
     Passed,
     Stop,
     at_a_level,
-    below_both,
     custom_functions,
     inside,
     is_row,
@@ -55,15 +53,17 @@ from dpfunc.engines._levels import (
     levels,
     numbers_of_nobody,
     opened,
+    outside_levels,
     run_backward,
-    told_of_transforms,
+    seen_as_compiling,
     transforms_seen,
 )
+from dpfunc.engines._native import NATIVE_OPERATIONS, OF_LIBRARIES, registered
 from dpfunc.engines._per_sample import Kept
 from dpfunc.engines._reads import READS, Handler, any_row, numbers, stacked
 from dpfunc.engines._recurrent import RECURRENT_LAYERS
 from dpfunc.engines._rules import REGISTERED
-from dpfunc.engines._rules.table import Use
+from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -142,8 +142,8 @@ class _RowPass(Pass):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
 
     def __init__(
-        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, Use], kept: Kept,
-        allowed: float,
+        self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, ParameterUse],
+        kept: Kept, allowed: float,
     ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, allowed)
@@ -168,7 +168,7 @@ class _RowPass(Pass):
                 self._below_levels()
             own_class = refuse_earlier(args, kwargs)
             if own_class is not None:
-                self.stop(Alone(f"tensors of the class {own_class.__qualname__} compute all rows at once"))
+                self.stop(NeedsLoop(f"tensors of the class {own_class.__qualname__} compute all rows at once"))
             if REGISTERED and func in REGISTERED and self.rules:
                 found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
@@ -181,25 +181,25 @@ class _RowPass(Pass):
         except (Stop, DPFuncError, *ORDINARY) as error:  # also where code of the loss catches it
             if self.stopped is None:
                 reason = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
-                self.stopped = error if isinstance(error, (Stop, DPFuncError)) else Alone(reason)
+                self.stopped = error if isinstance(error, (Stop, DPFuncError)) else NeedsLoop(reason)
             self.raised += 1
             if self.raised > MOST_RAISED:
                 return self._anyhow(func, args, kwargs)
             raise
 
     def _anyhow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An answer for a loss that catches every end of its pass and asks again; its results are not used."""
+        """A made-up answer for a loss that catches each end of its pass and tries again; its results are dropped."""
         if func in _NESTED:  # gradients, of which made-up numbers have none
             return tuple(numbers_of_nobody(tree_leaves(args[1:2] or kwargs.get("inputs")), self.raised))
         args, kwargs = numbers_of_nobody((tuple(args), dict(kwargs)), self.raised)
-        with below_both():
+        with outside_levels():
             return func(*args, **kwargs)
 
     def _below_levels(self) -> None:
         """End the pass where a mode that the loss has entered would see the rows together."""
         names = entered_modes(self._modes)
         if names:
-            self.stop(Alone(f"the loss enters the mode {names}, which would see all rows at once"))
+            self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
 
     def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
@@ -211,7 +211,7 @@ class _RowPass(Pass):
                 found = NotImplemented if known is None else known(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
-                self.stop(Alone(f"the operation {func} is of another library, and may mix the rows that it is given"))
+                self.stop(NeedsLoop(f"the operation {func} is of another library, and may mix rows that it is given"))
             return by_rows(self, func, args, kwargs)
         parts = opened(func)
         return by_rows(self, func, args, kwargs) if parts is None else self.seen(parts, args, kwargs)
@@ -227,7 +227,7 @@ class _RowPass(Pass):
         self.in_backward = True
         transforms_seen(True)
         with torch._C.DisableTorchFunction():
-            checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, told=bool(self.told))
+            checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, reads=bool(self.reads))
             checks.check_aux(aux, 1)
             if self.settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                 checks.refuse_reentrant((), losses_1)
@@ -235,17 +235,17 @@ class _RowPass(Pass):
     def random(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         why = without_form(kwargs)
         if why:
-            self.stop(Alone(why))
+            self.stop(NeedsLoop(why))
         return random_operation(self._drawn, self._draws, func, args, kwargs)
 
     def _drawn(self, values_B: Tensor) -> Tensor:
         if inside_vmap(self.levels.grad):
-            self.stop(Alone("the loss draws inside of a transform of its own (torch.func.vmap)"))
+            self.stop(NeedsLoop("the loss draws inside of a transform of its own (torch.func.vmap)"))
         return self.levels.row(values_B)
 
     def check_draws(self) -> None:
         """End the pass where an operation that dpfunc does not know has drawn for all rows together."""
-        with Below():  # bytes on the CPU: no device is read
+        with OutsideTransforms():  # bytes on the CPU: no device is read
             as_before = torch.default_generator.get_state().numpy().tobytes() == self._seed.numpy().tobytes()
         if "_draws" in vars(self) or not as_before:
             self._draws.check_known()
@@ -257,7 +257,7 @@ class _RowPass(Pass):
         return NotImplemented
 
     def hooked(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A hook on a parameter, or a node that is given away: hooks get gradients that a rule would not form."""
+        """A hook on a parameter, or a node that the loss gets: hooks need gradients that a rule does not form."""
         given = args[0]
         if self.rules and (func is _GRAD_FN or self.plain(given) is not None or id(given) in self.turned):
             self.stop(NoRules("the loss has a hook on a parameter or a node"))
@@ -266,7 +266,7 @@ class _RowPass(Pass):
     def dual(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A direction of forward mode; in a trace (`torch.func.linearize`), gradients would be those of constants."""
         if torch._C._len_torch_dispatch_stack():
-            self.stop(Alone("the loss traces its operations (torch.func.linearize)"))
+            self.stop(NeedsLoop("the loss traces its operations (torch.func.linearize)"))
         return NotImplemented
 
     def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -274,21 +274,21 @@ class _RowPass(Pass):
         custom = args[0]
         of_shards = custom.__module__.startswith("torch.distributed.fsdp.")  # which pass on what they are given
         if (custom.generate_vmap_rule and not of_shards) or custom.vmap is not torch.autograd.Function.vmap:
-            self.stop(Alone(f"{custom.__name__} has a rule for vmap, which sees all rows"))
+            self.stop(NeedsLoop(f"{custom.__name__} has a rule for vmap, which sees all rows"))
         return NotImplemented
 
     def written(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A write in place: none into parameters, whose memory is the caller's."""
         params = [param for _, param in self._params.values() if not is_row(args[0]) and not is_dtensor(param)]
         if overlaps(args[0]):
-            self.stop(Alone(f"{func.__name__} writes into memory that several places share"))
+            self.stop(NeedsLoop(f"{func.__name__} writes into memory that several places share"))
         target = inside(args[0])
         if any(target.untyped_storage()._cdata == param.untyped_storage()._cdata for param in params):
             raise UnsupportedModel(f"The loss writes into a parameter ({func.__name__}). Use out-of-place operations.")
         return NotImplemented
 
     def made(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A tensor that the loss makes, with memory for each row; that nobody has written into is cleared."""
+        """A tensor that the loss makes, with memory for each row; memory that was not written is cleared."""
         if func is torch.arange:
             args, kwargs = numbers(self, (tuple(args), dict(kwargs)))
         if func is torch.tensor and args:
@@ -305,7 +305,7 @@ class _RowPass(Pass):
         if not isinstance(found, Tensor) or is_row(found):
             return found
         value = inside(found)
-        with Below():
+        with OutsideTransforms():
             values_B = value.unsqueeze(0).repeat(self.levels.rows, *[1] * value.ndim)
         return self.levels.row(values_B)
 
@@ -319,7 +319,7 @@ class _PlainFunctions(_RowPass):
         """End the pass where a custom function has returned a tensor that no operation has made at these levels."""
         for value in tree_leaves(given):
             if isinstance(value, Tensor) and not at_a_level(value) and _is_custom(value.grad_fn):
-                self.stop(Alone("a custom function returns a tensor that torch's operations did not make (from_numpy)"))
+                self.stop(NeedsLoop("a custom function returns a tensor that no operation of torch made (from_numpy)"))
 
     def returned(self, losses_1: Any, aux: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -363,9 +363,9 @@ _OF_PYTHON = (type(lambda: None), OpOverload, OpOverloadPacket)
 
 
 def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`weight.data += change` sets what is there already, after it was written in place; levels take no other."""
+    """`weight.data += change` sets the tensor that is there already, after a write in place; levels allow no other."""
     if is_set_from_inside(args):
-        mode.stop(Alone("the loss sets the data of a tensor from outside of it"))
+        mode.stop(NeedsLoop("the loss sets the data of a tensor from outside of it"))
     target, value = (plain_memory(each) for each in args)
     if target is None or value is None or not at_a_level(args[0]):
         return NotImplemented
@@ -394,7 +394,7 @@ _RIGHT = verified() | _WITHOUT_RULE
 
 
 def _last(func: Any) -> Handler:
-    """The handler of a function that no table names: as it is, by its parts, or row by row."""
+    """The handler of a function that no table names: call it unchanged, call its parts, or go row by row."""
     if func in _RIGHT:
         return _as_it_is
     return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows
@@ -423,25 +423,25 @@ def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     return {**found, **dict.fromkeys(_FACTS, _FACT)}
 
 
-_WITH_RULES, _WITHOUT_RULES = _answered(_OWN, ISLANDS, READS), _answered(_OWN, READS)
+_WITH_RULES, _WITHOUT_RULES = _answered(_OWN, NATIVE_OPERATIONS, READS), _answered(_OWN, READS)
 
 
-def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept, allowed: float) -> Passed:
+def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], kept: Kept, allowed: float) -> Passed:
     """Losses of rows that go the same way; their gradients by rules go to `kept`. `allowed`: see `Pass`."""
     num_rows = len(rows.positions)
     forget_gone()
     params = rows.plain_params()
     for kind in set[Any](map(type, tree_leaves((params, rows.batch)))):
         if computes_itself(kind):
-            raise Alone(f"tensors of the class {kind.__qualname__} compute all rows at once")
+            raise NeedsLoop(f"tensors of the class {kind.__qualname__} compute all rows at once")
     kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:
         mode = kind(rows, over, params, settings, uses, kept, allowed)
-        with Below():
+        with OutsideTransforms():
             record = pytree.tree_map(lambda leaf: over.row(leaf.unsqueeze(1)), own_memory(rows.batch))
         given = params if rows.source else mode.leaves
         try:
-            with told_of_transforms(), checks.backward_inside(), mode, custom_functions(settings.plain_functions):
+            with seen_as_compiling(), checks.backward_inside(), mode, custom_functions(settings.plain_functions):
                 losses_1, aux = checks.split_aux(rows.loss_fn(dict(given), record))
                 mode.returned(losses_1, aux)
                 found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
@@ -452,18 +452,18 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, Use], kept: Kept
             raise
         if mode.stopped is not None:
             raise mode.stopped
-        with Below():
+        with OutsideTransforms():
             mode.check_draws()
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
-        with Below():
+        with OutsideTransforms():
             losses_B = over.all_rows(losses_1)[:, 0].detach()
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
-    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row), mode.told)
+    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row), mode.reads)
 
 
 def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:
-    """The first result without an error, and its settings; `Alone` with the reason of the last one if there is none."""
+    """The first result without an error, and its settings; `NeedsLoop`, with the last reason, if there is none."""
     reason, unruled, unseen = "", False, False
     others = product((first.rules, False), (first.own_memory, True), (False, True))
     for tried in dict.fromkeys((first, *(Settings(*flags) for flags in others))):
@@ -473,11 +473,11 @@ def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> t
             return attempt(tried), replace(tried, since=reason or tried.since)
         except DPFuncError:
             raise
-        except (NoRules, Alone, *ORDINARY) as error:
+        except (NoRules, NeedsLoop, *ORDINARY) as error:
             failed(error)
             refuse_out_of_memory(error)
             unruled |= isinstance(error, NoRules)
             unseen |= "randomness error mode" in str(error)  # which plain functions would let pass
             reason = (str(error).splitlines() or ["-"])[0]
             on_any_process(True)  # the next attempt is another message
-    raise Alone(reason)
+    raise NeedsLoop(reason)

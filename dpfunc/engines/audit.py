@@ -17,7 +17,7 @@ from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, sha
 from dpfunc.batches import row_alone
 from dpfunc.engines._guards.kept_state import is_changed, python_state
 from dpfunc.engines._numerics import TOLERANCES, accumulation_dtype, lengths, tolerance_of
-from dpfunc.engines.loop import Alone, row_gradients
+from dpfunc.engines.loop import RowResult, row_gradients
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
@@ -46,7 +46,7 @@ class Credited(NamedTuple):
     seed: Tensor  # the state of torch's generator before
     repeatable: bool  # weighted sums can be taken more than once
 
-    def alone(self, row: int, params: Params | None = None) -> Alone:
+    def alone(self, row: int, params: Params | None = None) -> RowResult:
         """A row at its position, with its own random numbers; gradients of all parameters."""
         params = self.params if params is None else params
         with with_generator_state(self.seed):
@@ -105,9 +105,9 @@ def _problem(rows: Credited, chosen: Sequence[int], audits: Counts) -> str:
     return problem if torch.equal(first.nan_to_num(), second.nan_to_num()) else ""
 
 
-def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[int, Alone]:
+def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[int, RowResult]:
     """The chosen rows alone; the first ones only, if a loss changes what it keeps."""
-    alone: dict[int, Alone] = {}
+    alone: dict[int, RowResult] = {}
     for number, row in enumerate(chosen):
         compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
         watched = compared and (number > 0 or len(chosen) == 1)  # the first row alone may build what the second finds
@@ -120,7 +120,7 @@ def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[i
     return alone
 
 
-def _unstable(rows: Credited, row: int, alone: Alone) -> _Unstable:
+def _unstable(rows: Credited, row: int, alone: RowResult) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
@@ -157,7 +157,9 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
     return moved
 
 
-def _compare(rows: Credited, alone: Mapping[int, Alone], unstable: Mapping[int, _Unstable], tolerance: float) -> str:
+def _compare(
+    rows: Credited, alone: Mapping[int, RowResult], unstable: Mapping[int, _Unstable], tolerance: float
+) -> str:
     """The first difference, in words; empty if there is none."""
     finite: dict[int, float] = {}
     for row, single in alone.items():
@@ -199,7 +201,7 @@ def _compare_norms(
 
 
 def _compare_sums(
-    per_sample: PerSampleGrads, alone: Mapping[int, Alone], finite: Mapping[int, float],
+    per_sample: PerSampleGrads, alone: Mapping[int, RowResult], finite: Mapping[int, float],
     unstable: Mapping[int, _Unstable], tolerance: float,
 ) -> str:  # fmt: skip
     """The first parameter of which a combination of the rows with finite norms is another one."""

@@ -11,7 +11,7 @@ from itertools import chain
 from dpfunc.batches import batch_size
 from dpfunc.engines._levels import Passed
 from dpfunc.engines._numerics import summed
-from dpfunc.engines._rules.table import Use
+from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key, torch_seed
@@ -70,7 +70,7 @@ class Explanation:
         )
 
 
-def _of_use(use: Use) -> list[UseCost]:
+def _of_use(use: ParameterUse) -> list[UseCost]:
     """The cost of each parameter of a use: the choice is about the largest one, and the others are formed."""
     choice = use.choice
     largest = max(use.wanted, key=lambda argument: use.shapes[argument].numel())
@@ -119,7 +119,7 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
         raise InvalidArgument("Expected a batch of at least 1 sample, got none.")
     passes: list[Passed] = []
     with torch_seed(insecure_key(0)):
-        norms = VmapGrad(told=passes.append)(loss_fn, params, batch).sq_norms()
+        norms = VmapGrad(on_pass=passes.append)(loss_fn, params, batch).sq_norms()
     uses = chain.from_iterable(reversed(passed.uses) for passed in passes)
     costs = list(chain.from_iterable(map(_of_use, uses)))
     alone = num_samples

@@ -28,7 +28,7 @@ from dpfunc.engines._levels import (
     numbers_of_nobody,
     opened,
     run_backward,
-    told_of_transforms,
+    seen_as_compiling,
 )
 from dpfunc.engines._per_sample import Dense, PerSample
 from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
@@ -37,7 +37,7 @@ from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
 MOST_TOLD = 100
-"""Numbers that Python may be told of made-up rows: a loop of Python may wait for one that they never have."""
+"""Numbers of made-up rows that Python may read: a loop of Python may wait for one that they never have."""
 
 _ASKING = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
 _TELLING = frozenset(
@@ -49,14 +49,14 @@ _TELLING = frozenset(
 )  # fmt: skip
 
 
-class Alone(NamedTuple):
+class RowResult(NamedTuple):
     """One row that was computed alone."""
 
     losses_1: Tensor
     grads: dict[str, Tensor]
     dtypes: frozenset[torch.dtype]
     asked: bool
-    told: bool
+    reads: bool
     aux: Any = None
 
 
@@ -67,8 +67,8 @@ class Call(NamedTuple):
     failed: bool = False
 
 
-class _Told(BaseException):
-    """The loss asks what nobody can answer. No Exception, so that code of the loss that catches all does not."""
+class _UnansweredRead(BaseException):
+    """The loss reads a number that cannot be answered. It is no `Exception`, so the loss does not catch it."""
 
 
 class RowAlone(TorchFunctionMode):
@@ -78,7 +78,7 @@ class RowAlone(TorchFunctionMode):
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
         self.draws = OwnDraws([position], torch.default_generator.get_state(), alone=True)
-        self.asked = self.told = self.backward = False
+        self.asked = self.reads = self.backward = False
         self.stopped: BaseException | None = None
         self.raised = 0
         self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
@@ -99,7 +99,7 @@ class RowAlone(TorchFunctionMode):
             if func in _ASKING or func in _TELLING:
                 self._tell(func, args)
             self.backward |= func in (torch.autograd.backward, Tensor.backward)
-        except (DPFuncError, _Told) as error:
+        except (DPFuncError, _UnansweredRead) as error:
             self.stopped, self.raised = self.stopped or error, self.raised + 1
             if self.raised <= MOST_RAISED:
                 raise
@@ -111,7 +111,7 @@ class RowAlone(TorchFunctionMode):
         return found
 
     def refuse_stopped(self) -> None:
-        """Raise what was refused, also where code of the loss has caught it."""
+        """Raise the refusal, even if the loss has caught it."""
         if self.stopped is not None:
             raise self.stopped
 
@@ -119,11 +119,11 @@ class RowAlone(TorchFunctionMode):
         self.asked = True
         if not any(isinstance(value, Tensor) and self.memory.depends(value) for value in args):
             return
-        self.told = True
+        self.reads = True
         if self.allowed is not None:
             self.allowed -= 1
             if self.allowed < 0 or func in _TELLING:  # a loop of Python may wait for a number that zeros never have
-                raise _Told
+                raise _UnansweredRead
 
     def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in RANDOM and not without_form(kwargs) and not inside_vmap(0):
@@ -162,7 +162,7 @@ class Loop:
         return rows_alone(loss_fn, params, batch, positions)
 
     def decision(self, loss_fn: LossFn) -> None:
-        """None: there is nothing to decide."""
+        """None: this engine makes no decision."""
 
 
 def loop() -> Loop:
@@ -201,19 +201,19 @@ def rows_alone(
     parts = {name: local(param.detach()) for name, param in params.items()}
     grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
     before = python_state(loss_fn) if num_samples else ()
-    losses, aux, reached, asked, told = list[Tensor](), list[Any](), not num_samples, read, False
+    losses, aux, reached, asked, reads = list[Tensor](), list[Any](), not num_samples, read, False
     for row, position in enumerate(positions):
         torch.default_generator.set_state(seed)
         alone = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
-        reached, asked, told = reached or bool(alone.grads), asked or alone.asked, told or alone.told
+        reached, asked, reads = reached or bool(alone.grads), asked or alone.asked, reads or alone.reads
         losses.append(alone.losses_1)
         aux.append(alone.aux)
         _keep(grads_B, row, alone.grads)
         # what one row changes, another could change back; what no row decides changes at the first call, or never
-        if (alone.told or not row) and not in_lockstep():
+        if (alone.reads or not row) and not in_lockstep():
             torch.default_generator.set_state(seed)  # a seed that the loss has set is no state: each row begins anew
             refuse_counting(loss_fn, before)
-    checks.check_depends(reached, told=asked)
+    checks.check_depends(reached, reads=asked)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)
     grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
@@ -222,7 +222,7 @@ def rows_alone(
     torch.empty((), device="cpu").random_()  # the next step draws other numbers, whatever the rows have drawn
     if num_samples and not in_lockstep():  # FSDP keeps what it communicates
         refuse_counting(loss_fn, before)
-    if on_any_process(told and num_samples > 1):
+    if on_any_process(reads and num_samples > 1):
         torch.default_generator.set_state(seed)
         again = row_gradients(loss_fn, params, row_alone(batch, 0), positions[0], recorder)
         with refused_by_all():
@@ -231,7 +231,7 @@ def rows_alone(
 
 
 def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> None:
-    """Put the gradients of a row into their places; that of a single one is not copied."""
+    """Write the gradients of one row into the result; a batch of one row is not copied."""
     for name, grad in grads.items():
         if len(grads_B[name]) == 1 and grad.dtype == grads_B[name].dtype:
             grads_B[name] = grad[None]
@@ -239,8 +239,8 @@ def _keep(grads_B: dict[str, Tensor], row: int, grads: Mapping[str, Tensor]) -> 
             grads_B[name][row] = grad
 
 
-def _check_repeats(again: Alone, losses_B: Tensor, grads_B: Mapping[str, Tensor]) -> None:
-    """Check that the first of several rows gives the same again: a loss may keep what `python_state` does not reach."""
+def _check_repeats(again: RowResult, losses_B: Tensor, grads_B: Mapping[str, Tensor]) -> None:
+    """Compute the first row again and compare: a loss may keep state that `python_state` does not reach."""
     pairs = [(again.losses_1, losses_B[:1])]
     pairs += [(grad.norm(), grads_B[name][0].norm()) for name, grad in again.grads.items()]
     if not all(bool(torch.isclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True).all()) for one, other in pairs):
@@ -252,17 +252,17 @@ def _check_repeats(again: Alone, losses_B: Tensor, grads_B: Mapping[str, Tensor]
 
 
 def _copies(params: Params) -> dict[str, Tensor]:
-    """Leaves of a row's own: a loss that writes into parameters (`.data`) spoils these."""
+    """Copies of the parameters for one row: a loss that writes into parameters (`.data`) changes only the copies."""
     return {name: param.detach().clone().requires_grad_() for name, param in params.items()}
 
 
 @contextmanager
 def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
-    """Inside, a loss is called for the row of a mode, and its backward pass runs."""
+    """Context in which the loss of one row is called, and its backward pass runs."""
     try:
         with (
             own_only(recorder), torch.enable_grad(), checks.backward_inside(), checks.uncompiled(),
-            told_of_transforms(), mode.draws.of_row(), mode,
+            seen_as_compiling(), mode.draws.of_row(), mode,
         ):  # fmt: skip
             yield
     finally:
@@ -271,7 +271,7 @@ def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Itera
 
 def row_gradients(
     loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
-) -> Alone:
+) -> RowResult:
     """Loss and gradients of a row, by its position in the batch. torch's generator is at the state of the step."""
     leaves, mode = _copies(params), RowAlone(row, position)
     with checks.parameters_unchanged(leaves), _inside(mode, recorder):
@@ -287,31 +287,31 @@ def row_gradients(
         for name, grad in used.items()
     }
     aux = None if aux is None else tree_map(Tensor.detach, aux)
-    return Alone(losses_1.detach(), local_grads, frozenset(mode.dtypes), mode.asked, mode.told, aux)
+    return RowResult(losses_1.detach(), local_grads, frozenset(mode.dtypes), mode.asked, mode.reads, aux)
 
 
 def made_up(params: Params) -> dict[str, Tensor]:
-    """Parameters that are nobody's: each result of a layer is a mean of its inputs, so that numbers stay in range."""
+    """Made-up parameters: each output of a layer is a mean of its inputs, so that numbers stay in range."""
     return {name: torch.full_like(p.detach(), 1 / max(1, *p.shape[-1:])) for name, p in params.items()}
 
 
 def made_up_row(batch: Batch, value: int) -> Batch:
-    """A row that is nobody's: one number everywhere."""
+    """A made-up row: one number everywhere."""
     return tree_map(lambda leaf: leaf.new_full((1, *leaf.shape[1:]), value), batch)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Inside, random numbers and warnings are nobody's; errors are left to the batch, but where processes wait."""
+    """Context that restores random numbers and hides warnings; errors wait for the batch, unless processes wait."""
     key, quiet = insecure_key(0), warnings.catch_warnings(action="ignore")
     with nullcontext() if in_lockstep() else suppress(Exception), quiet, torch_seed(key), cpu_seeds(key):
         yield
 
 
 def warmed(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0) -> Call:
-    """Let a loss build what it keeps for rows of a shape (a mask, a table of positions): it is no change later.
+    """Call a loss on made-up rows, so that it builds what it caches for their shape (a mask, a table of positions).
 
-    It is stopped where it would be told numbers of a made-up row, or ask for more than a few: no loop of it goes on.
+    It is stopped where it would read numbers of a made-up row, or read more than a few: no loop of it goes on.
     """
     if in_lockstep():  # FSDP would communicate
         return Call()
@@ -321,7 +321,7 @@ def warmed(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0) -> Cal
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
         row = made_up_row(batch, value)
         mode = RowAlone(row, 0, MOST_TOLD)
-        with suppress(_Told), _inside(mode):  # what is made of the row is no table of a shape
+        with suppress(_UnansweredRead), _inside(mode):  # what is made of the row is no table of a shape
             loss_fn(leaves, row)
         ended = True
     return Call(mode is not None and mode.backward, not ended)

@@ -2,7 +2,7 @@
 
 May import: its folder, batches, rng and below. Trusted: yes.
 
-What a rule of clipping does with the gradients is no matter of an engine, and which engine there is no matter of it.
+Clip rules and engines do not know each other.
 """
 
 import math
@@ -55,13 +55,13 @@ class RowEngine(Protocol):
     """
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> object:
-        """Learn what a pass must know of the loss, from public facts alone; kept, and made once for a shape of rows."""
+        """Learn public facts about the loss that a pass needs; computed once for each shape of rows, and cached."""
 
     def rows(self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSampleGrads:
         """Gradients of rows at these positions of a batch, of which random numbers of a row are a function."""
 
     def decision(self, loss_fn: LossFn) -> Any:
-        """Tell how the rows of the last batch were computed, and why; None before the first batch."""
+        """How the rows of the last batch were computed, and why; None before the first batch."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Audits:
         return int(self.counting or new or chance * STEPS_IN < 1)
 
     def note(self, changed: bool) -> None:
-        """Note that a call has changed what the loss keeps."""
+        """Record that a call has changed the state of the loss."""
         self.counting |= changed
 
     def choose_rows(self, key: Key | None, batch: Batch, by_row: Sequence[str] = ()) -> list[int]:
@@ -102,7 +102,7 @@ class Audits:
 
 @dataclass
 class LateMark:
-    """The mark of a pass is read after the sums, which are computed as if it were not set, and again if it is.
+    """Reads the mark of a pass after the sums: they are computed as if it were not set, and again if it is.
 
     Where it is set in each step, that would take longer: after such a step it is read before the sums, until it is not
     set any more. The result is the same, bit for bit.
@@ -124,7 +124,7 @@ _places: ContextVar[Sequence[int]] = ContextVar("dpfunc_places", default=range(2
 
 @contextmanager
 def rows_at(positions: Sequence[int]) -> Iterator[None]:
-    """Inside, the rows of a batch draw what rows at these positions draw; rows of padding follow them."""
+    """Context in which the rows of a batch draw the numbers of these positions; rows of padding come after them."""
     token = _places.set([*positions, *range(2**40, 2**40 + len(positions))])
     try:
         yield

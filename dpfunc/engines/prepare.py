@@ -10,10 +10,10 @@ to the loop for that batch, and is not remembered.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from dpfunc.engines._levels import Alone, FirstRead
+from dpfunc.engines._levels import FirstRead, NeedsLoop
 from dpfunc.engines._per_sample import Kept
 from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
-from dpfunc.engines._rules.table import Use
+from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.engines.loop import MOST_TOLD, Call, aside, made_up, made_up_row, warmed
 
 
@@ -23,7 +23,7 @@ class PreparedLoss:
 
     Args:
         settings: those with which made-up rows could be computed together.
-        reads: name of the function by which Python was told numbers of them; empty without one.
+        reads: name of the function by which Python has read numbers of them; empty without one.
         uses: name of each parameter -> operations that use it, `vmap(grad)` for those without a rule; none where the
             loss does not use it. Empty if no made-up row could be computed.
         together: parameters with one use by a rule, and others: their gradients are measured together.
@@ -38,11 +38,11 @@ class PreparedLoss:
     together: frozenset[str] = field(default=frozenset(), repr=False)  # whose order differs between processes
     alone: str = ""
     unused: tuple[str, ...] = ()
-    known: dict[object, Use] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[object, ParameterUse] = field(default_factory=dict, repr=False, compare=False)
 
 
 def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
-    """Prepare the loss of these rows, of whose numbers, and number, nothing is used.
+    """Prepare the loss for rows of this shape. Neither their values nor their number are used.
 
     Two made-up rows are computed, each as a batch of its own: ones; and zeros where Python reads numbers, or where ones
     are no row of the loss. With `rows.source`, parameters are the module's own.
@@ -75,13 +75,13 @@ def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
         for name, operation in (*reversed(of_rules), *((name, "vmap(grad)") for name in passed.rest)):
             uses[name][operation] = None
         together = before.together.union(name for name in passed.rest if kept.counts.get(name) == 1)
-        reads = before.reads or passed.told
+        reads = before.reads or passed.reads
         return PreparedLoss(settings, reads, {name: tuple(ops) for name, ops in uses.items()}, together)
 
     try:
         found, settings = first_that_does(before.settings, attempt)
     except FirstRead as stop:
         return replace(before, reads=str(stop))
-    except Alone:
+    except NeedsLoop:
         return before
     return replace(found, settings=settings)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfunc.engines._levels import Passed
 from dpfunc.engines._per_sample import Dense
 from dpfunc.engines._rules import REGISTERED
-from dpfunc.engines._rules.table import REQUIRED, Rule, Use
+from dpfunc.engines._rules.table import REQUIRED, ParameterUse, Rule
 from dpfunc.engines.loop import loop
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
@@ -58,7 +58,7 @@ def register_rule(
     if unknown:
         raise InvalidArgument(f"Expected needs to name arguments of the example, got unknown {unknown}.")
 
-    def _grads(use: Use, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:
+    def _grads(use: ParameterUse, grad: Tensor, **arguments: Any) -> Mapping[str, Dense]:
         grads_B, shape = per_sample_grad(grad, **arguments), (use.num_samples, *use.shapes[parameter])
         if grads_B.shape != shape:
             raise InvalidArgument(
@@ -91,7 +91,7 @@ def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Map
     one_each_BB = torch.eye(len(output), dtype=torch.float64, device=output.device)
     found, truth = (
         torch.stack([per_sample.weighted_sum({parameter: factors_B})[parameter] for factors_B in one_each_BB])
-        for per_sample in (engine(loss_fn, params, batch) for engine in (VmapGrad(told=passes.append), loop()))
+        for per_sample in (engine(loss_fn, params, batch) for engine in (VmapGrad(on_pass=passes.append), loop()))
     )
     if not any(use.rule is rule for passed in passes for use in passed.uses):
         raise InvalidArgument(

@@ -23,7 +23,7 @@ from dpfunc.batches import Memo, batch_size
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import Alone, Diverged, FirstRead, NoRules, Passed, Stop, below_both
+from dpfunc.engines._levels import Diverged, FirstRead, NeedsLoop, NoRules, Passed, Stop, outside_levels
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
@@ -114,7 +114,7 @@ class Grouped:
 
 
 class _Calls:
-    """Calls of a loss for one batch. What it keeps must be the same after them, if it is told numbers of rows, or if
+    """Calls of a loss for one batch. What it keeps must be the same after them, if it reads numbers of rows, or if
     the number of calls follows from the rows."""
 
     def __init__(self, loss_fn: LossFn, seed: Tensor, prepared: PreparedLoss, read: str) -> None:
@@ -125,7 +125,7 @@ class _Calls:
 
     @property
     def allowed(self) -> float:
-        """Numbers that Python may be told: none before what the loss keeps is noted (in lockstep, others wait)."""
+        """Numbers that Python may read: none before what the loss keeps is noted (in lockstep, others wait)."""
         return math.inf if self.kept or in_lockstep() else 0
 
     def begin(self) -> None:
@@ -139,7 +139,7 @@ class _Calls:
             self.kept = python_state(self.loss_fn)
 
     def first_read(self, read: str) -> None:
-        """Note that Python is about to be told numbers of rows; the next call notes what the loss keeps."""
+        """Note that Python is about to read numbers of rows; the next call notes what the loss keeps."""
         self.read, self.kept = read, ()
 
     def passed(self, rows: Rows, settings: Settings, kept: Kept) -> Passed:
@@ -149,14 +149,14 @@ class _Calls:
         return found
 
     def succeed(self, settings: Settings) -> None:
-        """Note that a call was no error."""
+        """Record that a call succeeded."""
         self.done, self.settings = True, settings
 
     def end(self) -> None:
-        """Note a loss that has changed what it keeps."""
+        """Report a loss whose state has changed."""
         if self.kept:
-            told = f"gives numbers of its rows to Python ({self.read})" if self.read else ""
-            note_changed(self.loss_fn, self.kept, told)
+            reason = f"gives numbers of its rows to Python ({self.read})" if self.read else ""
+            note_changed(self.loss_fn, self.kept, reason)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class VmapGrad:
     rules: bool = True
     two_passes: bool = False
     source: Source | None = field(default=None, repr=False)
-    told: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
+    on_pass: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
     _marked: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
@@ -209,7 +209,7 @@ class VmapGrad:
         return parts[0].samples if len(parts) == 1 else Grouped(parts)
 
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
-        """Passes over rows that agree, as many in all processes in lockstep; and the read by which others do not."""
+        """Passes over rows that agree, equally many in all processes in lockstep; and the read on which rows differ."""
         places: Sequence[int] = range(len(every.positions))
         alone = "parameters are split over processes (tensor parallel)" if every.are_split else calls.prepared.alone
         if alone:
@@ -229,7 +229,7 @@ class VmapGrad:
             passes += 1
             try:
                 found = self._try(every.some(own), calls)
-            except Alone as stop:
+            except NeedsLoop as stop:
                 if in_lockstep():
                     return [self._by_loop(every, places, calls, str(stop))], read
                 done.append(self._by_loop(every, own, calls, str(stop)))
@@ -249,8 +249,8 @@ class VmapGrad:
         settings, names = calls.settings, tuple(sorted(calls.by_row))
         by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
-            told = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
-            return Decision("groups", f"{told}{by_row}", names)
+            reason = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
+            return Decision("groups", f"{reason}{by_row}", names)
         slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
         return Decision("one pass", f"all rows together{slower}{by_row}", names)
 
@@ -259,7 +259,7 @@ class VmapGrad:
         return self._decisions.get(loss_fn)
 
     def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
-        """Gradients of these rows by the first settings that compute them; or groups in which they can be computed."""
+        """Gradients of these rows by the first settings that work; or groups in which they can be computed."""
 
         def attempt(settings: Settings) -> PerSample | Ghost | Diverged:
             calls.begin()
@@ -283,8 +283,8 @@ class VmapGrad:
             passed = calls.passed(rows, settings, kept)
             if passed.disagreed is not None:
                 return passed.disagreed
-            if self.told is not None:
-                self.told(passed)
+            if self.on_pass is not None:
+                self.on_pass(passed)
             kept.take_formed(passed.rest)
             with exact(passed.losses_B.device), torch.no_grad():
                 grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
@@ -331,7 +331,7 @@ class VmapGrad:
     def _reduced(self, name: str, total: Tensor) -> Tensor:
         if self.source is None:
             return total
-        with below_both(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
+        with outside_levels(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
             return self.source.reduced(name, total)
 
     def _by_loop(self, every: Rows, places: Sequence[int], calls: _Calls, reason: str) -> _Part:

@@ -38,14 +38,14 @@ from dpfunc.engines import _row_pass as row_pass
 from dpfunc.engines._batching import VERSION
 from dpfunc.engines._draws import RANDOM
 from dpfunc.engines._levels import (
-    Below,
     Levels,
+    OutsideTransforms,
     Stop,
     inside,
     levels,
     opened,
     run_backward,
-    told_of_transforms,
+    seen_as_compiling,
 )
 from dpfunc.engines._per_sample import Kept
 
@@ -304,7 +304,7 @@ def laid_out(values_B: Tensor, layout: str) -> Tensor:
 def _row(over: Levels, values_B: Tensor, layout: str) -> Tensor:
     if layout != "axis last":
         return over.row(values_B)
-    with Below():
+    with OutsideTransforms():
         moved = values_B.movedim(0, -1)
     batched = functorch._add_batch_dim(moved, moved.ndim - 1, over.vmap)
     return functorch._wrap_for_grad(batched, over.grad)
@@ -373,7 +373,7 @@ def beside(call: Call, plan: Plan, rows: dict[int, Tensor], weigh: Callable[[int
     with levels(ROWS) as over:
         mode = row_pass._RowPass(given, over, {}, row_pass.Settings(rules=False), {}, Kept(), True)
         own = []
-        with Below():
+        with OutsideTransforms():
             values = {p: laid_out(rows[p], plan.layout) for p in rows}
             plain = [kept(v) for v in leaves]
         for place, value in enumerate(plain):
@@ -383,11 +383,11 @@ def beside(call: Call, plan: Plan, rows: dict[int, Tensor], weigh: Callable[[int
             elif place in plan.wanted:
                 value = over.leaf(value)
             own.append(value)
-        with told_of_transforms(), mode:
+        with seen_as_compiling(), mode:
             result = _called(call, own, spec)
             weights = []
             for n, value in enumerate(result):
-                with Below():
+                with OutsideTransforms():
                     shape = inside(value) if isinstance(value, Tensor) else value
                     each = [weigh(row, n, value) for row in range(ROWS)] if isinstance(shape, Tensor) else []
                     stacked = torch.stack(each) if each and each[0] is not None else None
@@ -406,7 +406,7 @@ def beside(call: Call, plan: Plan, rows: dict[int, Tensor], weigh: Callable[[int
         found = []
         results_B = [over.all_rows(v).detach() if isinstance(v, Tensor) else [v] * ROWS for v in result]
         grads_B = [None if g is None else over.all_rows(g).detach() for g in grads]
-        with Below():
+        with OutsideTransforms():
             for row in range(ROWS):
                 found.append(([v[row] for v in results_B], [None if g is None else g[row] for g in grads_B]))
     return found

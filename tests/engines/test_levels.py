@@ -10,17 +10,17 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dpfunc.engines._levels import (
-    Below,
     Node,
+    OutsideTransforms,
     apply_node,
-    below_both,
     inside,
     is_dead,
     is_row,
     levels,
     of_rows,
+    outside_levels,
     run_backward,
-    told_of_transforms,
+    seen_as_compiling,
 )
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -39,7 +39,7 @@ def test_a_row_is_wrapped_twice_and_comes_back_whole():
 def test_an_axis_that_an_operation_has_moved_comes_back_first():
     with levels(3) as over:
         moved = torch.stack([over.row(X), over.row(X)])
-        with Below():
+        with OutsideTransforms():
             assert of_rows(moved).shape == (3, 2, 2)
 
 
@@ -69,7 +69,7 @@ def test_gradients_have_an_axis_of_rows():
 
 def test_code_is_told_that_it_is_transformed():
     """As under torch.compile; code that dynamo itself traces is told so by another function."""
-    with told_of_transforms():
+    with seen_as_compiling():
         assert torch.compiler.is_compiling()
         assert not torch.compiler.is_dynamo_compiling()
     assert not torch.compiler.is_compiling()
@@ -133,7 +133,7 @@ def test_memory_from_outside_cannot_be_written():
     assert outside.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("around", [Below, below_both])
+@pytest.mark.parametrize("around", [OutsideTransforms, outside_levels])
 def test_below_both_levels_tensors_are_plain(around):
     with levels(3) as over:
         with around():
@@ -153,7 +153,7 @@ def test_custom_functions_run_below_both_levels():
         def backward(ctx, grad):
             return 3 * grad
 
-    with levels(3), below_both(), torch.enable_grad():
+    with levels(3), outside_levels(), torch.enable_grad():
         x = X.clone().requires_grad_()
         (grad,) = torch.autograd.grad(Old.apply(x).sum(), x)
         assert torch.equal(grad, torch.full_like(X, 3.0))
@@ -162,7 +162,7 @@ def test_custom_functions_run_below_both_levels():
 class Five(Node):
     @staticmethod
     def forward(over, x):
-        with Below():
+        with OutsideTransforms():
             value = 2 * of_rows(x)
         return over.row(value)
 

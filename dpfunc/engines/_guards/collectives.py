@@ -123,14 +123,14 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def own_only(recorder: CollectiveRecorder | None = None) -> AbstractContextManager[Any]:
-    """Inside, a loss that communicates by itself is an error. No effect without ranks."""
+    """Context in which a loss that communicates by itself is an error. It has no effect without ranks."""
     return (recorder or CollectiveRecorder()) if initialized() else nullcontext()
 
 
 def check_replicated(
     losses_B: Tensor, grads: Mapping[str, Tensor], params: Params, meshes: Sequence[DeviceMesh]
 ) -> None:
-    """Compare, over the ranks of each mesh, the losses and the gradients of what all of its ranks hold.
+    """Compare, over the ranks of each mesh, the losses and the gradients of parameters that every rank holds.
 
     A parameter that is not split, but is applied to a part of the activations (a norm over this rank's own heads), has
     a part of its gradient on each rank: its norm would be wrong, and the ranks would drift apart.
@@ -146,7 +146,7 @@ def check_replicated(
 
 
 def _refuse_differing(names: Sequence[str]) -> None:
-    """Refuse what differs between ranks: gradients by the names of their parameters, losses by the empty one."""
+    """Refuse values that differ between ranks: gradients by parameter name; the empty name stands for the losses."""
     if "" in names:
         raise UnsupportedModel(
             "The loss of a record differs between ranks that hold parts of the same layers: they have "

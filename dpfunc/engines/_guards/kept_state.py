@@ -1,4 +1,4 @@
-"""Values that a loss reaches, and may keep from call to call (`python_state`).
+"""State that a loss can reach and keep between calls (`python_state`).
 
 May import: its folder, batches, rng and below. Trusted: yes.
 
@@ -104,17 +104,17 @@ _never_equal = itertools.count()
 
 
 def python_state(loss_fn: object) -> tuple[object, ...]:
-    """Values that change when what a function keeps changes: types, sizes and bits of all that it reaches."""
+    """Fingerprint of the state that a function reaches: types, sizes and bits. It changes when the state changes."""
     return _after_collection(loss_fn).values
 
 
 def is_changed(loss_fn: object, before: tuple[object, ...]) -> bool:
-    """True if a function has changed what it keeps. Garbage is collected, which takes long, only where it seems so."""
+    """True if the state of a function has changed. Garbage, which takes long to collect, is collected only if so."""
     return _walk(loss_fn).values != before and python_state(loss_fn) != before
 
 
 class _Walk(NamedTuple):
-    """Objects that a loss reaches, what is compared of each, and the place of the one that leads to it."""
+    """Objects that a loss reaches; for each, the compared values and the index of the object that refers to it."""
 
     objects: list[Any]
     values: tuple[Any, ...]
@@ -131,7 +131,7 @@ def _after_collection(loss_fn: object) -> _Walk:
 
 
 def _walk(loss_fn: object, weak: bool = True) -> _Walk:
-    """All that a loss reaches; nothing if there are weak references, and those are not wanted."""
+    """All objects that a loss reaches; none if there are weak references and `weak` is false."""
     objects: list[Any] = [loss_fn, torch.initial_seed()]
     parents, values = [0, 0], list[object]()
     number_of: dict[int, int] = {}
@@ -167,7 +167,7 @@ def _walk(loss_fn: object, weak: bool = True) -> _Walk:
 
 
 def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
-    """Values that an object refers to: elements, attributes, slots, its class, and what that alone knows of it.
+    """Values that an object refers to: elements, attributes, slots, its class, and state that only the class reads.
 
     None for what is not looked into, and is compared as it is.
     """
@@ -193,7 +193,7 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
 
 @functools.lru_cache(4096)
 def _of_class(kind: type) -> tuple[frozenset[str], Callable[[Any], Iterable[Any]] | None]:
-    """Names of attributes that are left out, and what a class alone knows of its objects; None: all is left out."""
+    """Attributes to skip, and a function that reads the rest of an object's state; None: skip the whole object."""
     entered = hasattr(kind, "__enter__") and _of_library(kind) and not issubclass(kind, _MEMORY)
     packages = {str(each.__module__).partition(".")[0] for each in kind.__mro__}
     if entered or issubclass(kind, _RUNNING) or not _OF_OTHERS.isdisjoint(packages):
@@ -209,7 +209,7 @@ def _of_generation(value: object) -> bool:
 
 
 def _is_named(value: Any) -> bool:
-    """True for a function that a library has under its name; its cache says nothing that a call would not."""
+    """True for a function that a library defines by name; its cache holds only what a call would return."""
     return _of_library(value) and getattr(sys.modules.get(value.__module__), value.__name__, None) is value
 
 
@@ -303,7 +303,7 @@ def _bits(tensor: Tensor) -> int:
 
 
 def _hides(kind: Any) -> bool:
-    """True for classes of C, or of libraries, that say what a copy of their objects needs."""
+    """True for classes of C or of libraries that define how their objects are copied."""
     own = [each for name in _COPYING if (each := getattr(kind, name, None)) is not getattr(object, name, None)]
     known = issubclass(kind, _SEEN) or str(kind.__module__).startswith(_UNWRITABLE)
     return not known and any(not isinstance(each, FunctionType) or _of_library(each) for each in own)
@@ -354,18 +354,18 @@ _INSIDE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
 )
 
 
-def note_changed(loss_fn: object, before: tuple[object, ...], told: str = "") -> None:
-    """Note a loss that has changed what it keeps: what it has kept stays."""
+def note_changed(loss_fn: object, before: tuple[object, ...], reason: str = "") -> None:
+    """Mark a loss whose state has changed: it stays marked, since the state stays."""
     if loss_fn in keeping or _walk(loss_fn).values == before:
         return
     after = _after_collection(loss_fn)
     if after.values != before:
-        why = told or "is called several times for a batch, so a counter would reveal the number of other rows"
+        why = reason or "is called several times for a batch, so a counter would reveal the number of other rows"
         keeping[loss_fn] = f"{why}, and what it keeps from call to call has changed: {_where(before, after)}"
 
 
 def _where(before: Sequence[Any], after: _Walk) -> str:
-    """Names on the way to what has changed, and the type of what has the last one; no values, no keys."""
+    """Path of names to the changed object, and the type of its owner; no values and no keys."""
     pairs = enumerate(itertools.zip_longest(before, after.values))
     place = min(next(number for number, (one, other) in pairs if one != other), len(after.values) - 1)
     way, found, named = [place], "torch.initial_seed()" if place == 1 else "loss", place

@@ -32,9 +32,9 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Params
 
 
-def check_depends(depends: bool, *, told: bool) -> None:
-    """Check that a loss depends on a parameter, or that Python was told numbers: LayerDrop leaves all of them out."""
-    if not depends and (not told or in_lockstep()):  # where the others wait for the backward pass
+def check_depends(depends: bool, *, reads: bool) -> None:
+    """Check that a loss depends on a parameter, or that Python has read numbers: LayerDrop leaves all of them out."""
+    if not depends and (not reads or in_lockstep()):  # where the others wait for the backward pass
         raise InvalidArgument(
             "Expected loss_fn to depend on params, got a loss that gives none of them a gradient. Use the params that "
             "are passed in (forward(params, ...) of dpfunc.functionalize, not the module), and no torch.no_grad() or "
@@ -114,7 +114,7 @@ def refuse_reentrant(inputs: object, output: object) -> None:
 
 @contextmanager
 def unwritten(tensors: Mapping[str, Tensor], refuse: Callable[[Sequence[str]], None]) -> Iterator[None]:
-    """Inside, tensors are not written in place: `refuse` gets the names of those that were."""
+    """Context in which tensors must not be written in place: `refuse` gets the names of those that were."""
     before = {name: tensor._version for name, tensor in tensors.items()}
     yield
     written = [name for name, version in before.items() if tensors[name]._version != version]
@@ -123,7 +123,7 @@ def unwritten(tensors: Mapping[str, Tensor], refuse: Callable[[Sequence[str]], N
 
 
 def parameters_unchanged(params: Params) -> AbstractContextManager[None]:
-    """Inside, refuse writes into parameters: engines and callers share their memory."""
+    """Context in which writes into parameters are refused: engines and callers share their memory."""
     return unwritten(params, _refuse_written)
 
 
@@ -143,7 +143,7 @@ def refuse_written_buffers(names: Sequence[str]) -> None:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Inside, what the user has compiled by `torch.compile` runs without compilation: a step sees each operation."""
+    """Context in which code from `torch.compile` runs uncompiled, so that a step sees each operation."""
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled, and torch's compiler stays unloaded
         return nullcontext()
     eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
@@ -177,7 +177,7 @@ _NOT_FOLLOWED = {
 
 @contextmanager
 def unfollowed_code_is_an_error() -> Iterator[None]:
-    """Inside, an error of torch about code that a step cannot follow says what to do."""
+    """Context in which errors of torch about code that a step cannot follow say what to do."""
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:
@@ -190,7 +190,7 @@ def unfollowed_code_is_an_error() -> Iterator[None]:
 # Gradient checkpointing runs parts of the forward pass again inside of the backward pass, with whatever a module holds
 # then: tensors that were swapped into it stay until the backward pass is done.
 class OpenPass(ExitStack):
-    """Contexts that end with a pass; and the module function that was the first to be called with a parameter."""
+    """Contexts that end with a pass, and the first module function that was called with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ _open: ContextVar[OpenPass | None] = ContextVar("dpfunc_until_backward", default
 
 @contextmanager
 def backward_inside() -> Iterator[None]:
-    """Inside, what is entered into the stack of `until_backward()` is left when the block ends."""
+    """Context that leaves, at its end, all contexts entered into the stack of `until_backward()`."""
     with OpenPass() as stack:
         token = _open.set(stack)
         try:
@@ -251,7 +251,7 @@ _CONTROL_FLOW = ("cond", "while_loop", "scan", "map", "map_impl", "associative_s
 
 
 def refuse_undeclared(func: Callable[..., Any]) -> None:
-    """Refuse an operation that writes statistics without saying so, and control flow of torch, which runs unseen."""
+    """Refuse operations that write statistics without declaring it, and torch's control flow, which runs unseen."""
     if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
         raise UnsupportedModel(
             "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
@@ -267,7 +267,7 @@ def refuse_undeclared(func: Callable[..., Any]) -> None:
 
 
 def forget_gone() -> None:
-    """Forget memory that nobody uses any more: what nobody keeps need not be looked for."""
+    """Drop records of memory that no object uses any more."""
     for key in [key for key, reference in _earlier.items() if reference.expired()]:
         del _earlier[key]
 
@@ -353,7 +353,7 @@ class RowMemory:
         return reference is not None and not reference.expired()
 
     def follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note results of a function that was given a tensor of the row, and what it has written into."""
+        """Record the results of a function that got a tensor of the row, and the tensors it has written into."""
         given = list(_tensors((args, kwargs)))
         of_row = [self.depends(tensor) for tensor in given]
         if not any(of_row):
@@ -366,7 +366,7 @@ class RowMemory:
         self.note(tensor for tensor in _tensors(result) if _memory(tensor) not in views_of)
 
     def end(self) -> None:
-        """Note what is still in use: a later call must not use it."""
+        """Record the memory that is still in use: a later call must not use it."""
         forget_gone()
         _earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})
 
@@ -380,7 +380,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 def refuse_modes() -> None:
-    """Refuse a step inside of a mode of somebody else. Those of torch (`FlopCounterMode`) may stay."""
+    """Refuse a step inside of a foreign mode. Modes of torch (`FlopCounterMode`) are allowed."""
     for mode in (*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()):
         if _is_foreign(type(mode)):
             raise UnsupportedModel(
@@ -390,7 +390,7 @@ def refuse_modes() -> None:
 
 
 def entered_modes(before: int) -> str:
-    """Names of the modes that were entered after so many; without those of selective checkpointing, which keep rows."""
+    """Names of the modes entered after the first `before`, but for selective checkpointing, which keeps rows apart."""
     entered = map(type, _get_current_dispatch_mode_stack()[before:])
     return ", ".join(mode.__qualname__ for mode in entered if mode.__module__ != "torch.utils.checkpoint")
 

@@ -29,7 +29,7 @@ _PRIVATE = "This warning was computed from private data: do not publish it. Noth
 
 
 class _Picks(TorchFunctionMode):
-    """Note the shapes of tensors beside batch and parameters, as long as the data, that give each row an entry."""
+    """Records shapes of tensors beside the batch, as long as the data, from which each row takes an entry."""
 
     def __init__(self, params: Params, batch: Batch, rows: int, length: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Picks(TorchFunctionMode):
         return found
 
     def _is_own(self, index: Any) -> bool:
-        """True for one number a row, another one in each: that of a record. Labels and tokens come again."""
+        """True for one number a row, all different: an index of records. Labels and tokens repeat."""
         if not isinstance(index, Tensor) or index.dtype != torch.int64 or not self.memory.depends(index):
             return False
         return index.shape[:1] == (self.rows,) and index.unique().numel() == self.rows

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dpfunc.engines import _numerics as numerics
 from dpfunc.engines._numerics import Costs, Kernel, Measured, matrix, summed, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
-from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, Rule, Use, of_axes, shaped
+from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, ParameterUse, Rule, of_axes, shaped
 
 # Numbers that may be formed at a time: 1 MiB of float32. torch needs up to three times as much, and small pieces stay
 # in the caches of a processor.
@@ -236,7 +236,7 @@ def _products(side: Tensor) -> Tensor:
     return flat_ncT.transpose(1, 2) @ flat_ncT
 
 
-def _args(use: Use) -> ConvolutionArgs:
+def _args(use: ParameterUse) -> ConvolutionArgs:
     shape, options = tuple(use.shapes["weight"]), use.options
     stride, padding, dilation, beyond = (
         _per_axis(options.get(name, ()), len(shape) - 2) for name in ("stride", "padding", "dilation", "output_padding")
@@ -244,7 +244,7 @@ def _args(use: Use) -> ConvolutionArgs:
     return ConvolutionArgs(shape, stride, padding, dilation, options["groups"], bool(beyond), beyond)
 
 
-def _costs(use: Use) -> Costs:
+def _costs(use: ParameterUse) -> Costs:
     if "weight" not in use.shapes:
         return summed(sum(math.prod(shape) for shape in use.shapes.values()))
     args, size = _args(use), use.output.numel() // max(1, use.num_samples * use.output[1])
@@ -260,7 +260,7 @@ def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:
     return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(tuple(value)) == 1 else 1)
 
 
-def _convolution(use: Use, grad: Tensor, input: Tensor, **_: Any) -> Grads:
+def _convolution(use: ParameterUse, grad: Tensor, input: Tensor, **_: Any) -> Grads:
     """Gradients of weight and bias; a transposed convolution has an output_padding."""
     grads: dict[str, PerSampleGrad] = {}
     g_BmP = use.split(grad)

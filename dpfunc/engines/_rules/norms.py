@@ -18,16 +18,18 @@ from dpfunc.engines._rules.table import (
     Bound,
     Form,
     Grads,
+    ParameterUse,
     Rule,
     Takes,
-    Use,
     anything,
     over_positions,
     shaped,
 )
 
 
-def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any) -> Grads:
+def _layer_norm(
+    use: ParameterUse, grad: Tensor, input: Tensor, normalized_shape: Sequence[int], eps: float, **_: Any
+) -> Grads:
     """Gradients of weight and bias of a norm over the last axes."""
     values = {"bias": to_accumulation_dtype(grad)}
     if "weight" in use.wanted:
@@ -36,7 +38,7 @@ def _layer_norm(use: Use, grad: Tensor, input: Tensor, normalized_shape: Sequenc
     return {name: Dense(over_positions(use.positions(values[name], len(normalized_shape)))) for name in use.wanted}
 
 
-def _group_norm(use: Use, grad: Tensor, input: Tensor, num_groups: int, eps: float, **_: Any) -> Grads:
+def _group_norm(use: ParameterUse, grad: Tensor, input: Tensor, num_groups: int, eps: float, **_: Any) -> Grads:
     """Gradients of weight and bias of a norm over groups of channels."""
     rows, channels, positions = *grad.shape[:2], math.prod(grad.shape[2:])
     g_NCT = to_accumulation_dtype(grad).reshape(rows, channels, positions).contiguous()

@@ -34,7 +34,7 @@ REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Use:
+class ParameterUse:
     """One use of parameters by one operation: all facts but the tensors, the same in each step with the same shapes.
 
     Args:
@@ -116,7 +116,7 @@ class Rule:
     arguments: Mapping[str, Any]
     grads: Callable[..., Grads]
     needs: Mapping[str, tuple[str, ...]]
-    costs: Callable[[Use], Costs] | None = None
+    costs: Callable[[ParameterUse], Costs] | None = None
     form: Form | None = None
 
     @cached_property
@@ -151,12 +151,12 @@ class Rule:
     def use(
         self, name: str, num_samples: int, wanted: Mapping[str, tuple[str, Tensor]], bound: Bound, output: torch.Size,
         *, axis: int = 0, images: int = 1,
-    ) -> Use:  # fmt: skip
+    ) -> ParameterUse:  # fmt: skip
         """One use, from its arguments; `wanted`: argument -> name and value of the parameter."""
         names = {argument: parameter for argument, (parameter, _) in wanted.items()}
         shapes = {argument: value.shape for argument, (_, value) in wanted.items()}
         options = {argument: None if isinstance(value, Tensor) else value for argument, value in bound.items()}
-        return Use(self, name, num_samples, names, shapes, options, output, axis, images)
+        return ParameterUse(self, name, num_samples, names, shapes, options, output, axis, images)
 
 
 def anything(value: Any, bound: Bound) -> bool:
@@ -174,14 +174,14 @@ def of_axes(*allowed: int) -> Takes:
     return lambda value, bound: isinstance(value, Tensor) and value.ndim in allowed
 
 
-def _costs(use: Use) -> Costs:
+def _costs(use: ParameterUse) -> Costs:
     """Costs of the matrix; the gradient of a bias is formed."""
     shape = max(use.shapes.values(), key=len)
     positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
     return matrix(positions, shape[0], shape[1:].numel()) if len(shape) > 1 else summed(shape.numel(), positions)
 
 
-def column_sum(use: Use, grad: Tensor) -> Dense:
+def column_sum(use: ParameterUse, grad: Tensor) -> Dense:
     """The sum over the positions of each sample: the gradient of a bias."""
     return Dense(over_positions(to_accumulation_dtype(use.positions(grad))))
 
@@ -200,7 +200,7 @@ class _Product:
     bias: str = ""
     turned: bool = False  # x W^T; W may have more axes after the first one
 
-    def _grads(self, use: Use, grad: Tensor, **tensors: Any) -> Grads:
+    def _grads(self, use: ParameterUse, grad: Tensor, **tensors: Any) -> Grads:
         found: dict[str, PerSampleGrad] = {}
         if self.matrix in use.wanted:
             x, g, shape = use.positions(tensors[self.x]), use.positions(grad), tuple(use.shapes[self.matrix])
@@ -237,7 +237,7 @@ def _run_addmm(bound: Bound) -> Tensor:
     return torch.unflatten(torch.addmm(bound["input"], x.flatten(0, -2), bound["mat2"]), 0, x.shape[:-1])
 
 
-def _embedding(use: Use, grad: Tensor, input: Tensor, padding_idx: int | None, **_: Any) -> Grads:
+def _embedding(use: ParameterUse, grad: Tensor, input: Tensor, padding_idx: int | None, **_: Any) -> Grads:
     """Table: `grad_i = sum_t e_{id_t} g_t^T`; the padding row gets nothing. `sparse` gives the same gradient, dense."""
     ids_BT, g_BTd = input.reshape(use.num_samples, -1).long(), use.positions(grad)
     if padding_idx is not None:

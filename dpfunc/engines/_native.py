@@ -17,30 +17,30 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from dpfunc.engines._levels import (
-    Below,
     Levels,
     Node,
     NoRules,
+    OutsideTransforms,
     Pass,
     apply_node,
-    below_both,
     gradients,
     inside,
     is_row,
     of_rows,
+    outside_levels,
 )
 from dpfunc.engines._numerics import exact
-from dpfunc.engines._per_sample import Dense, Late
+from dpfunc.engines._per_sample import DeferredGrad, Dense
 from dpfunc.engines._reads import Handler, any_row
 from dpfunc.engines._rules import REGISTERED, RULES
-from dpfunc.engines._rules.table import MATMULS, Bound, Form, Rule, Use, of_products
+from dpfunc.engines._rules.table import MATMULS, Bound, Form, ParameterUse, Rule, of_products
 from dpfunc.errors import UnsupportedModel
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
 _LARGE = 1 << 16
 
 
-def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) -> None:
+def credit_use(owner: Pass, use: ParameterUse, grad: Tensor, tensors: Mapping[str, Any]) -> None:
     """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
     owner.noted.append(use)
     found = use.rule.grads(use, grad, **{**use.options, **tensors})
@@ -50,7 +50,7 @@ def credit_use(owner: Pass, use: Use, grad: Tensor, tensors: Mapping[str, Any]) 
         own = found[argument]
         if tuple(own.shape) != tuple(use.shapes[argument]):  # an argument that broadcasts, which no rule has
             owner.stop(NoRules(f"{use.name} has another shape than {argument} of its rule"))
-        owner.take(name, own if not formed else Late(own) if late else Dense(own.dense()))
+        owner.take(name, own if not formed else DeferredGrad(own) if late else Dense(own.dense()))
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Call:
         needed = {n for argument in use.wanted for n in self.rule.needs[argument]}
         credit_use(self.owner, use, grad_B, {n: x if n == self.form.input else self.bound[n] for n in needed})
 
-    def _use(self, output: torch.Size, given: torch.Size | None) -> Use:
+    def _use(self, output: torch.Size, given: torch.Size | None) -> ParameterUse:
         """The use, which is the same in each step with the same shapes."""
         values = [value for value in self.bound.values() if not isinstance(value, Tensor)]
         plain = tuple([tuple(value) if isinstance(value, list) else value for value in values])
@@ -113,7 +113,7 @@ class _Credited(Node):
     @staticmethod
     def forward(call: _Call, anchor: Tensor, given: Tensor) -> Tensor:
         values_B = of_rows(given)
-        with Below():
+        with OutsideTransforms():
             out = call.run(values_B)  # type: ignore[arg-type]  # a row, by `operation`
         return call.owner.levels.row(out)
 
@@ -131,7 +131,7 @@ class _Credited(Node):
         owner.backward_node()
         grad_B, input_grad = owner.levels.all_rows(grad), None
         x = of_rows(ctx.saved_tensors[0]) if call.keeps_input else None
-        with Below(), torch._C.DisableTorchFunction():
+        with OutsideTransforms(), torch._C.DisableTorchFunction():
             grad_B, x = call.merged(grad_B), None if x is None else call.merged(x)
             if call.wanted:
                 with exact(grad_B.device):
@@ -240,7 +240,7 @@ _TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.trans
 
 
 class _Source(Node):
-    """The start of a native graph that does not hold its values: leaves would keep the input of each layer alive."""
+    """The start of a native graph. It holds no values: leaves would keep the input of each layer in memory."""
 
     @staticmethod
     def forward(anchor: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -303,7 +303,7 @@ class Native(Node):
         # checkpointing, offloading: save inputs where their hooks hold, and build the native graph in the backward pass
         again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         values = [kernel.owner.levels.all_rows(value) for value in inputs]
-        with below_both(), torch.set_grad_enabled(not again):
+        with outside_levels(), torch.set_grad_enabled(not again):
             found = kernel.build(values, again)
         made = tuple(kernel.owner.levels.row(value) for value in found)
         return made if len(made) > 1 else made[0]
@@ -323,7 +323,7 @@ class Native(Node):
         kernel.owner.backward_node()
         values = [kernel.owner.levels.all_rows(value) for value in ctx.saved_tensors]
         grads_B = [None if grad is None else kernel.owner.levels.all_rows(grad) for grad in grads]
-        with below_both():
+        with outside_levels():
             if kernel.again:
                 with torch.enable_grad():
                     kernel.build(values, True)
@@ -340,7 +340,7 @@ def joined(
         made = apply_node(Native, Kernel(owner, call, wanted), owner.anchor, *inputs)
         return made if isinstance(made, tuple) else (made,)
     values = [owner.levels.all_rows(value) for value in inputs]
-    with below_both(), torch.no_grad():
+    with outside_levels(), torch.no_grad():
         found = call(*values)
     return tuple(map(owner.levels.row, found))
 
@@ -453,7 +453,7 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     if bound is None or known is None or not owner.is_open():
         return NotImplemented
     name, value = known
-    with Below():
+    with OutsideTransforms():
         needed = {need: _of_samples(owner, bound[need]) for need in needs}
     fixed = owner.levels.constant(value)
     put = {id(leaf): fixed}
@@ -469,7 +469,7 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     def credit(grad: Tensor) -> None:
         owner.backward_node()
         grad_B = owner.levels.all_rows(grad)
-        with Below(), torch.no_grad(), exact(value.device):
+        with OutsideTransforms(), torch.no_grad(), exact(value.device):
             credit_use(owner, use, grad_B[:, 0], needed)
 
     return apply_node(Tap, out, owner.anchor, credit)
@@ -493,7 +493,7 @@ class _CrossEntropy(Node):
     @staticmethod
     def forward(over: Levels, ignored: int, kept: list[Any], logits: Tensor, target: Tensor) -> Tensor:
         logits_B, target_B = of_rows(logits), of_rows(target)
-        with Below():
+        with OutsideTransforms():
             x, classes = logits_B.flatten(0, 1), target_B.flatten(0, 1)  # type: ignore[union-attr]  # rows
             if x.ndim > 2:
                 x, classes = x.reshape(*x.shape[:2], 1, -1), classes.reshape(len(x), 1, -1)
@@ -514,7 +514,7 @@ class _CrossEntropy(Node):
     def backward(ctx: Any, grad: Tensor) -> Any:
         log_probs, classes, *_ = ctx.kept
         grad_B = ctx.over.all_rows(grad)
-        with Below(), torch._C.DisableTorchFunction():
+        with OutsideTransforms(), torch._C.DisableTorchFunction():
             run = torch.ops.aten.nll_loss_backward if log_probs.ndim == 2 else torch.ops.aten.nll_loss2d_backward
             of_log = run(grad_B.reshape(classes.shape), *ctx.kept)
             found = torch.ops.aten._log_softmax_backward_data(of_log, log_probs, 1, log_probs.dtype)
@@ -553,7 +553,7 @@ def _product_of_4_bits(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapp
             "evaluate only after training; or train on an accelerator, where nothing is packed."
         )
     values_B = of_rows(args[0])
-    with Below():
+    with OutsideTransforms():
         out = run(values_B, *args[1:], **kwargs)
     return owner.levels.row(out)
 
@@ -569,7 +569,7 @@ def _experts(owner: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 OF_LIBRARIES = {"bitsandbytes": _product_of_4_bits, "transformers": _experts}
 """Operations of other libraries that keep rows apart, by namespace; NotImplemented for others."""
 
-ISLANDS: Mapping[Any, Handler] = {
+NATIVE_OPERATIONS: Mapping[Any, Handler] = {
     **dict.fromkeys(NATIVE, native),
     **{func: operation for func, rule in RULES.items() if rule.form is not None},
     **dict.fromkeys(OTHER_FORMS, _other_form),

@@ -12,7 +12,7 @@ from zoo.parity import differences, truth_of
 
 from benchmarks.engines.cases import CASES as CASES_OF_ENGINES
 from benchmarks.measure import allocated
-from dpfunc.engines import _islands as islands
+from dpfunc.engines import _native as native_operations
 from dpfunc.engines import auto, loop, vmap
 from dpfunc.engines._per_sample import Dense
 from dpfunc.errors import UnsupportedModel
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_native_kernels_keep_rows_apart(name, monkeypatch):
-    monkeypatch.setattr(islands, "_LARGE", 0)
+    monkeypatch.setattr(native_operations, "_LARGE", 0)
     generator = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(D, generator=generator, dtype=torch.float64) + 2}
     loss_fn = lambda p, b: CASES[name](b * p["w"], b).sin().flatten(1).sum() + (b * p["w"]).sum((1, 2))
@@ -124,12 +124,12 @@ def of_attention(name, dtype=torch.float64):
 @pytest.fixture
 def called(monkeypatch):
     """Shapes of the queries of each call of attention below the levels."""
-    shapes, joined = [], islands.joined
+    shapes, joined = [], native_operations.joined
 
     def noted(owner, call, inputs, wanted):
         return joined(owner, lambda *given: shapes.append(given[0].shape) or call(*given), inputs, wanted)
 
-    monkeypatch.setattr(islands, "joined", noted)
+    monkeypatch.setattr(native_operations, "joined", noted)
     return shapes
 
 
@@ -215,9 +215,9 @@ def test_cross_entropy_is_used_and_has_its_rounding():
 def test_native_kernels_are_used(monkeypatch):
     """Otherwise the comparisons say nothing."""
     used = []
-    build = islands.Kernel.build
-    monkeypatch.setattr(islands, "_LARGE", 0)
-    monkeypatch.setattr(islands.Kernel, "build", lambda self, *given: used.append(1) or build(self, *given))
+    build = native_operations.Kernel.build
+    monkeypatch.setattr(native_operations, "_LARGE", 0)
+    monkeypatch.setattr(native_operations.Kernel, "build", lambda self, *given: used.append(1) or build(self, *given))
     for name in ("attention", "gelu", "silu", "rms_norm", "max_pool2d"):
         used.clear()
         loss_fn = lambda p, b, name=name: CASES[name](b * p["w"], b).flatten(1).sum(1)
@@ -233,7 +233,7 @@ def test_gradients_larger_than_their_factors_wait_for_the_end_of_the_pass(monkey
     engine = auto()
     engine(loss_fn, params, batch)
     found, memory = allocated(lambda: engine(loss_fn, params, batch))
-    monkeypatch.setattr(islands, "Late", lambda grad: Dense(grad.dense()))
+    monkeypatch.setattr(native_operations, "DeferredGrad", lambda grad: Dense(grad.dense()))
     at_once, more = allocated(lambda: engine(loss_fn, params, batch))
     assert memory.peak < 0.8 * more.peak
     assert all(torch.equal(grad.dense(), at_once.grads[name].dense()) for name, grad in found.grads.items())
