@@ -6,12 +6,27 @@ May import: clipped and below. Trusted: yes.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from dpfunc._utils.validation import expect, fail, integer, named, one_of, open_unit, positive, refuse, warn, wrong_type
+from dpfunc._utils.validation import (
+    checked,
+    count,
+    expect,
+    fail,
+    integer,
+    named,
+    one_of,
+    open_unit,
+    optional,
+    positive,
+    refuse,
+    warn,
+    wrong_type,
+)
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps, calibrate, epsilon
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.batches import own_records
@@ -67,6 +82,15 @@ class _Budget(Protocol):
 
 @named
 @dataclass(frozen=True)
+@checked({
+    "noise_multiplier": lambda name, value: value if isinstance(value, Schedule) else positive(name, value),
+    "num_steps": count,
+    "delta": open_unit,
+    "epsilon": optional(positive),
+    "adjacency": partial(one_of, allowed=ADJACENCIES),
+    "allocation": partial(one_of, allowed=("uniform", "optimal")),
+    "accountant": partial(one_of, allowed=ACCOUNTANTS, hint="The GDP approximation under-reports: no budget."),
+})  # fmt: skip
 class Plan:
     """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
 
@@ -121,13 +145,6 @@ class Plan:
             part = getattr(self, name)
             if isinstance(part, type) or not all(callable(getattr(part, method, None)) for method in methods):
                 raise fail(domain, name, part)
-        if not isinstance(self.noise_multiplier, Schedule):
-            object.__setattr__(self, "noise_multiplier", positive("noise_multiplier", self.noise_multiplier))
-        object.__setattr__(self, "num_steps", integer("num_steps", self.num_steps, minimum=1))
-        object.__setattr__(self, "delta", open_unit("delta", self.delta))
-        one_of("adjacency", self.adjacency, ADJACENCIES)
-        one_of("allocation", self.allocation, ("uniform", "optimal"))
-        one_of("accountant", self.accountant, ACCOUNTANTS, "The GDP approximation under-reports: no budget.")
         self._check_parts()
         self.noise.check(self.run)
         self._check_budget()
@@ -168,7 +185,6 @@ class Plan:
     def _check_budget(self) -> None:
         if self.epsilon is None:
             return
-        object.__setattr__(self, "epsilon", positive("epsilon", self.epsilon))
         whole = self.ledger() if self.spent is None else self.spent.compose(self.ledger())
         spent = epsilon(whole, self.delta, self.accountant).epsilon
         if spent > self.epsilon:

@@ -348,7 +348,7 @@ def recipe(
     (3732, 400, 1.0)
     """
     rule = _RULES[one_of("strategy", strategy, STRATEGIES)]
-    size, d = records(dataset_size), integer("num_parameters", num_parameters, minimum=1)
+    size, d = records("dataset_size", dataset_size), integer("num_parameters", num_parameters, minimum=1)
     positive("epsilon", epsilon)
     open_unit("delta", delta)
     inputs = _head_inputs(strategy, d, num_classes, num_head_parameters, feature_norm)

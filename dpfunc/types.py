@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from dpfunc._utils import validation as checks
-from dpfunc.errors import InvalidArgument
 
 if TYPE_CHECKING:  # accounting uses this file too, and must not wait for torch
     from torch import Tensor
@@ -151,6 +150,9 @@ class MicrobatchSums(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
+@checks.checked(
+    {"sampling_prob": checks.unit_interval, "noise_multiplier": checks.non_negative, "num_steps": checks.count}
+)
 class Event:
     """`num_steps` releases of a sum plus Gaussian noise, each over a Poisson sample of the data.
 
@@ -165,13 +167,6 @@ class Event:
     sampling_prob: float
     noise_multiplier: float
     num_steps: int
-
-    def __post_init__(self) -> None:
-        checks.set_fields(self, {
-            "sampling_prob": checks.unit_interval("sampling_prob", self.sampling_prob),
-            "noise_multiplier": checks.non_negative("noise_multiplier", self.noise_multiplier),
-            "num_steps": checks.count("num_steps", self.num_steps),
-        })  # fmt: skip
 
     def law(self) -> tuple[Event, ...]:
         """Events that accountants know, which together cost at least as much: itself; none if no record takes part."""
@@ -220,6 +215,7 @@ class Capped(Event):
 
 
 @dataclass(frozen=True, order=True)
+@checks.checked(dict.fromkeys(("num_batches", "cycles", "participations"), checks.count))
 class Allocated(Event):
     """Epochs of `num_batches` Gaussian steps; each record is in one batch of an epoch, drawn independently of others.
 
@@ -251,12 +247,8 @@ class Allocated(Event):
     cycles: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.integer("num_batches", self.num_batches, minimum=1)
-        checks.integer("cycles", self.cycles, minimum=1)
-        times = checks.integer("participations", self.participations, minimum=1)
-        domain = f"at most num_batches={self.num_batches} participations"
-        checks.expect(times <= self.num_batches, domain, "participations", times)
+        most, times = self.num_batches, self.participations
+        checks.expect(times <= most, f"at most num_batches={most} participations", "participations", times)
 
     def law(self) -> tuple[Event, ...]:
         """Epochs of one participation; plain steps of all records for one batch."""
@@ -267,7 +259,13 @@ class Allocated(Event):
         return (Allocated(noise, epochs, batches) if known else Event(1.0, noise, epochs),)
 
 
+def _pieces(name: str, pieces: Any) -> tuple[tuple[int, float], ...]:
+    checks.expect(pieces, "at least one piece in Schedule", name, pieces)
+    return tuple((checks.count("num_steps", number), checks.positive("value", value)) for number, value in pieces)
+
+
 @dataclass(frozen=True)
+@checks.checked({"pieces": _pieces})
 class Schedule:
     """A value that is constant over pieces of the run: `pieces = ((num_steps, value), ...)`.
 
@@ -279,14 +277,6 @@ class Schedule:
     """
 
     pieces: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        if not self.pieces:
-            raise InvalidArgument("Expected at least one piece in Schedule, got pieces=().")
-        checked = tuple(
-            (checks.integer("num_steps", n, minimum=1), checks.positive("value", v)) for n, v in self.pieces
-        )
-        object.__setattr__(self, "pieces", checked)
 
     def at(self, step: int) -> float:
         """The value at a step, counted from 0."""

@@ -38,10 +38,13 @@ def set_fields(made: object, values: Mapping[str, object]) -> None:
         object.__setattr__(made, name, value)
 
 
+def _nothing(made: object) -> None: ...
+
+
 def checked(checks: Mapping[str, Callable[[str, Any], object]]) -> Callable[[Kind], Kind]:
     """Class decorator, below `@dataclass`: each field becomes what its check makes of its name and value.
 
-    The checks of the classes above it, and its own `__post_init__`, come first.
+    The checks of the classes above it come first, its own `__post_init__`, which sees what was made, last.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -55,12 +58,13 @@ def checked(checks: Mapping[str, Callable[[str, Any], object]]) -> Callable[[Kin
     """
 
     def decorate(kind: Kind) -> Kind:
-        before = getattr(kind, "__post_init__", None)
+        before = getattr(super(kind, kind), "__post_init__", _nothing)
+        after = vars(kind).get("__post_init__", _nothing)
 
         def check(made: Any) -> None:
-            if before is not None:
-                before(made)
+            before(made)
             set_fields(made, {name: checks[name](name, getattr(made, name)) for name in checks})
+            after(made)
 
         type.__setattr__(kind, "__post_init__", check)
         return kind
@@ -122,16 +126,16 @@ def count(name: str, value: object) -> int:
     return integer(name, value, minimum=1)
 
 
-def records(dataset_size: object) -> int:
+def records(name: str, value: object) -> int:
     """A number of records, 1 <= dataset_size <= 2**46."""
-    size = integer("dataset_size", dataset_size, minimum=1)
-    expect(size <= _LARGEST_DATASET, f"dataset_size <= {_LARGEST_DATASET}", "dataset_size", dataset_size)
+    size = integer(name, value, minimum=1)
+    expect(size <= _LARGEST_DATASET, f"{name} <= {_LARGEST_DATASET}", name, value)
     return size
 
 
 def sampling_prob_of(dataset_size: object, expected_batch_size: object) -> float:
     """The sampling probability q = expected_batch_size / dataset_size, 0 < q <= 1."""
-    n = records(dataset_size)
+    n = records("dataset_size", dataset_size)
     domain = "0 < expected_batch_size <= dataset_size"
     size = real("expected_batch_size", expected_batch_size, domain)
     expect(0 < size <= n, domain, "expected_batch_size", expected_batch_size, f"The data set has {n} records.")
@@ -164,6 +168,23 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
     """The first few names and how many more there are, for messages."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def optional(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
+    """The check for a value that may be None."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def each(
+    check: Callable[[str, Any], float], domain: str, kinds: Any = (tuple,), least: int = 1
+) -> Callable[[str, Any], tuple[float, ...]]:
+    """The check for a tuple of values, which is made of other kinds of sequences where they are allowed."""
+
+    def check_all(name: str, values: Any) -> tuple[float, ...]:
+        expect(isinstance(values, kinds) and len(values) >= least, domain, name, values)
+        return tuple(check(name, value) for value in values)
+
+    return check_all
 
 
 def apart(missing: Iterable[str], unknown: Iterable[str]) -> str:

@@ -5,9 +5,10 @@ May import: its folder, batches, rng and below. Trusted: yes.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
-from dpfunc._utils.validation import checked, count, expect, fail, non_negative, positive, unit_interval
+from dpfunc._utils.validation import checked, count, each, expect, non_negative, positive, unit_interval
 from dpfunc.types import Adjacency, Event
 
 _MOST_NOISE = 1e5  # all outputs of discrete Gaussian noise are listed
@@ -22,6 +23,7 @@ class WithoutNoise(Event):
 
 
 @dataclass(frozen=True, order=True)
+@checked({"sensitivity": count})
 class DiscreteGaussian(Event):
     """Releases of an integer with discrete Gaussian noise, `P[x] ~ e^(-x^2 / (2 s^2))`; Poisson samples.
 
@@ -43,8 +45,7 @@ class DiscreteGaussian(Event):
     sensitivity: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        deviation = self.noise_multiplier * count("sensitivity", self.sensitivity)
+        deviation = self.noise_multiplier * self.sensitivity
         expect(deviation <= _MOST_NOISE, f"noise_multiplier * sensitivity <= {_MOST_NOISE:g}", "the product", deviation)
 
     law = Event.law  # itself
@@ -125,7 +126,11 @@ class Exponential(WithoutNoise):
     law = Event.law  # itself
 
 
+_tuple_of = partial(each, domain="a tuple of numbers", kinds=(tuple, list), least=0)
+
+
 @dataclass(frozen=True, order=True)
+@checked({"distances": _tuple_of(non_negative), "probs": _tuple_of(unit_interval)})
 class MixtureOfGaussians(Event):
     """Releases that a record moves by a random distance: `sum_i p_i N(c_i, s^2)` against `N(0, s^2)`.
 
@@ -150,15 +155,9 @@ class MixtureOfGaussians(Event):
     probs: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, values in (("distances", self.distances), ("probs", self.probs)):
-            expect(isinstance(values, (tuple, list)), "a tuple of numbers", name, values)
-        distances = tuple(non_negative("distances", value) for value in self.distances)
-        probs = tuple(unit_interval("probs", p) for p in self.probs)
-        if len(distances) != len(probs) or abs(math.fsum(probs) - 1) > 1e-12:
-            raise fail(f"{len(distances)} probabilities that sum to 1, one for each distance", "probs", self.probs)
-        object.__setattr__(self, "distances", distances)
-        object.__setattr__(self, "probs", probs)
+        number, probs = len(self.distances), self.probs
+        fitting = number == len(probs) and abs(math.fsum(probs) - 1) <= 1e-12
+        expect(fitting, f"{number} probabilities that sum to 1, one for each distance", "probs", probs)
 
     law = Event.law  # itself
 

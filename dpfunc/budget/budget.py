@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from dpfunc._utils.validation import fail, named, one_of, signed, unique_json
+from dpfunc._utils.validation import checked, fail, named, one_of, optional, signed, unique_json
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps
 from dpfunc.budget._events import RESERVE, REST, SETTLE, Account, BudgetEntry, Event, Facts, line
 from dpfunc.checkpoint._chain import replace_file
@@ -30,6 +30,9 @@ _NOTHING = "Nothing was reserved."
 
 
 @dataclass(frozen=True)
+@checked({
+    "url": lambda name, value: str(value), "run": optional(line), "spender": optional(line)
+})  # fmt: skip
 class Budget:
     """The budget of a data set, in a database that all its runs share, for one of them or to look at.
 
@@ -65,12 +68,6 @@ class Budget:
     url: str | Path
     run: str | None = None
     spender: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "url", str(self.url))
-        for name in ("run", "spender"):
-            if getattr(self, name) is not None:
-                line(name, getattr(self, name))
 
     def __repr__(self) -> str:
         """The fields, without a password."""

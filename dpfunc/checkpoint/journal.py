@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from safetensors import SafetensorError
 
-from dpfunc._utils.validation import fail, refuse, wrong_type
+from dpfunc._utils.validation import checked, fail, refuse, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import OTHER_VERSION, from_values, to_values
 from dpfunc.accounting.ledger import parsed
@@ -94,6 +94,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
+@checked({"path": lambda name, value: Path(value).absolute()})  # wherever the process goes
 class Journal:
     """A file that gets one line for each step, on disk before the step returns; for `make_dp_step(..., journal=...)`.
 
@@ -135,9 +136,6 @@ class Journal:
     path: Path | str
     plan: Plan
     _known: _Known = field(default_factory=_Known, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path).absolute())  # wherever the process goes
 
     @property
     def file(self) -> Path:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpfunc._utils.validation import boolean, expect, fail, integer, one_of, positive, real, set_fields, shorten
+from dpfunc._utils.validation import below_one, boolean, checked, count, expect, fail, one_of, positive, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._names import pattern, select
 from dpfunc.functional.forward import (
@@ -41,6 +42,15 @@ SCHEMA = "dpfunc-lora-1"
 
 
 @dataclass(frozen=True)
+@checked({
+    **dict.fromkeys(("targets", "also_train"), lambda name, value: tuple(value)),
+    "rank": count,
+    "alpha": positive,
+    "dropout": below_one,
+    "rslora": boolean,
+    "train": partial(one_of, allowed=("AB", "B")),
+    "init": partial(one_of, allowed=("kaiming", "orthonormal")),
+})  # fmt: skip
 class LoRAConfig:
     """Configuration of an adapter; it is stored with the parameters.
 
@@ -65,18 +75,6 @@ class LoRAConfig:
     train: Literal["AB", "B"] = "AB"
     init: Literal["kaiming", "orthonormal"] = "kaiming"
     also_train: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        set_fields(self, {
-            "targets": tuple(self.targets),
-            "also_train": tuple(self.also_train),
-            "rank": integer("rank", self.rank, minimum=1),
-            "alpha": positive("alpha", self.alpha),
-            "dropout": real("dropout", self.dropout, "0 <= dropout < 1", inside=lambda share: 0 <= share < 1),
-        })  # fmt: skip
-        boolean("rslora", self.rslora)
-        one_of("train", self.train, ("AB", "B"))
-        one_of("init", self.init, ("kaiming", "orthonormal"))
 
     @property
     def scale(self) -> float:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, integer, records, set_fields
+from dpfunc._utils.validation import checked, count, expect, integer, records
 from dpfunc.rng import Key, check_key
 from dpfunc.sampling.poisson import check_span, generator_of
 from dpfunc.types import Adjacency, Allocated, Capped, Event
@@ -30,6 +30,7 @@ def _participation(num_steps: int, epoch: int, separation: int) -> tuple[int, in
 
 
 @dataclass(frozen=True)
+@checked({"dataset_size": count, "batch_size": count})
 class _FixedBatches:
     adjacencies: ClassVar[tuple[Adjacency, ...]] = ("zero_out", "replace_one")
     """All but add/remove: one more record changes the batches of the others."""
@@ -38,10 +39,8 @@ class _FixedBatches:
     batch_size: int
 
     def __post_init__(self) -> None:
-        n = integer("dataset_size", self.dataset_size, minimum=1)
-        size = integer("batch_size", self.batch_size, minimum=1)
-        expect(size <= n, "batch_size <= dataset_size", "batch_size", self.batch_size, f"The data set has {n} records.")
-        set_fields(self, {"dataset_size": n, "batch_size": size})
+        n, size = self.dataset_size, self.batch_size
+        expect(size <= n, "batch_size <= dataset_size", "batch_size", size, f"The data set has {n} records.")
 
     def expected_batch_size(self, step: int) -> float:
         """The batch size; also for a smaller last batch, so that all records weigh the same."""
@@ -193,6 +192,7 @@ class InOrder(_SameOrder):
 
 
 @dataclass(frozen=True)
+@checked({"num_batches": count, "dataset_size": records})
 class RandomAllocation:
     """In each epoch each record is in one of `num_batches` batches, drawn independently of all other records.
 
@@ -216,10 +216,6 @@ class RandomAllocation:
 
     dataset_size: int
     num_batches: int
-
-    def __post_init__(self) -> None:
-        batches = integer("num_batches", self.num_batches, minimum=1)
-        set_fields(self, {"dataset_size": records(self.dataset_size), "num_batches": batches})
 
     @property
     def steps_per_epoch(self) -> int:

@@ -15,7 +15,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, integer, named, probability, records, sampling_prob_of, set_fields
+from dpfunc._utils.validation import checked, count, expect, integer, named, probability, records, sampling_prob_of
 from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
 
@@ -34,8 +34,15 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
     return first, integer("stop", stop, minimum=first)
 
 
+def _sampling_prob(name: str, value: object) -> float | Schedule:
+    if isinstance(value, Schedule):
+        return Schedule(tuple((number, probability(name, prob)) for number, prob in value.pieces))
+    return probability(name, value)
+
+
 @named
 @dataclass(frozen=True)
+@checked({"dataset_size": records, "sampling_prob": _sampling_prob})
 class Poisson:
     """Each record is in the batch with probability q, independently of all others; a batch may be empty.
 
@@ -70,14 +77,6 @@ class Poisson:
     dataset_size: int
     sampling_prob: float | Schedule
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset_size", records(self.dataset_size))
-        if isinstance(self.sampling_prob, Schedule):
-            for _, value in self.sampling_prob.pieces:
-                probability("sampling_prob", value)
-        else:
-            object.__setattr__(self, "sampling_prob", probability("sampling_prob", self.sampling_prob))
-
     @classmethod
     def of_batch_size(cls, dataset_size: int, expected_batch_size: float) -> Self:
         """The sampler with q = expected_batch_size / dataset_size.
@@ -103,6 +102,7 @@ class Poisson:
 
 
 @dataclass(frozen=True)
+@checked({"cycle": count, "sampling_prob": probability, "dataset_size": records})
 class CyclicPoisson:
     """Poisson samples of groups that take turns: step t draws each record of group `t mod cycle` with probability p.
 
@@ -131,12 +131,11 @@ class CyclicPoisson:
     cycle: int
 
     def __post_init__(self) -> None:
-        cycle = integer("cycle", self.cycle, minimum=1)
-        prob = probability("sampling_prob", self.sampling_prob)
+        most = 1 / self.cycle
         expect(
-            cycle * prob <= 1, f"sampling_prob <= 1 / cycle = {1 / cycle:g}", "sampling_prob", prob, "Or fewer groups."
-        )
-        set_fields(self, {"dataset_size": records(self.dataset_size), "sampling_prob": prob, "cycle": cycle})
+            self.cycle * self.sampling_prob <= 1, f"sampling_prob <= 1 / cycle = {most:g}",
+            "sampling_prob", self.sampling_prob, "Or fewer groups.",
+        )  # fmt: skip
 
     @property
     def steps_per_epoch(self) -> int:
@@ -167,6 +166,7 @@ class CyclicPoisson:
 
 
 @dataclass(frozen=True)
+@checked({"dataset_size": records, "sampling_prob": probability, "cap": count})
 class CappedPoisson:
     """A Poisson sample of at most `cap` records: a larger one is cut to a random subset, whatever the records hold.
 
@@ -190,13 +190,6 @@ class CappedPoisson:
     dataset_size: int
     sampling_prob: float
     cap: int
-
-    def __post_init__(self) -> None:
-        set_fields(self, {
-            "dataset_size": records(self.dataset_size),
-            "sampling_prob": probability("sampling_prob", self.sampling_prob),
-            "cap": integer("cap", self.cap, minimum=1),
-        })  # fmt: skip
 
     def indices(self, key: Key, step: int) -> Tensor:
         """The sorted indices of the batch of a step, at most `cap`."""

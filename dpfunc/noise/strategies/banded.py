@@ -4,17 +4,16 @@ May import: its folder, batches, rng and below. Trusted: yes.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
-from dpfunc._utils.validation import count, expect, one_of, real, set_fields
+from dpfunc._utils.validation import checked, count, each, expect, one_of, real
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
     Toeplitz,
     banded_recursion,
-    check_bands,
     inverted,
     padded,
 )
@@ -23,6 +22,7 @@ from dpfunc.noise.strategies.square_root import BSR
 
 
 @dataclass(frozen=True)
+@checked({"weights": each(partial(real, domain="finite weights"), "a tuple of at least one weight")})
 class BandMF(Toeplitz):
     """Banded matrix factorisation: C has these values on its diagonals; Choquette-Choo et al. 2023, arXiv 2306.08153.
 
@@ -43,12 +43,7 @@ class BandMF(Toeplitz):
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        expect(
-            isinstance(self.weights, tuple) and self.weights, "a tuple of at least one weight", "weights", self.weights
-        )
-        checked = tuple(real("weights", each, "finite weights") for each in self.weights)
-        expect(checked[0] > 0, "c_0 > 0, or C has no inverse", "weights[0]", checked[0])
-        set_fields(self, {"weights": checked})
+        expect(self.weights[0] > 0, "c_0 > 0, or C has no inverse", "weights[0]", self.weights[0])
 
     @property
     def bands(self) -> int | None:
@@ -92,7 +87,8 @@ def optimal_bands(num_steps: int, bands: int, error: Error = "mean") -> BandMF:
     >>> print(f"{prefix_errors(optimal_bands(512, 8), 512).mean():.4f}")
     37.8356
     """
-    check_bands(bands, count("num_steps", num_steps))
+    most = count("num_steps", num_steps)
+    expect(count("bands", bands) <= most, f"bands <= num_steps, which is {most}", "bands", bands)
     return _best(num_steps, bands, one_of("error", error, ERRORS))
 
 

@@ -159,10 +159,3 @@ def banded_recursion(column: Array) -> Recursion:
     """The recursion of a matrix with few diagonals: its buffers are the last releases of noise, the latest first."""
     size = len(column) - 1
     return Recursion(1 / column[0], -column[1:] / column[0], np.eye(size, k=-1), np.eye(size, 1)[:, 0])
-
-
-def check_bands(bands: object, num_steps: int | None = None) -> None:
-    """Raise an error unless bands is an integer from 1, and not more than the steps."""
-    number = integer("bands", bands, minimum=1)
-    if num_steps is not None:
-        expect(number <= num_steps, f"bands <= num_steps, which is {num_steps}", "bands", bands)

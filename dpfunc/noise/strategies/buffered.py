@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, integer, one_of, open_unit, positive, set_fields
+from dpfunc._utils.validation import checked, each, expect, integer, one_of, open_unit, positive
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
@@ -19,6 +19,8 @@ from dpfunc.noise.strategies.base import (
     repeated,
 )
 from dpfunc.noise.strategies.errors import ERRORS, Error, weights_of
+
+_VALUES = "a tuple of at least one value"
 
 
 def _powers(bases: Array, count: int) -> Array:
@@ -61,6 +63,7 @@ def _columns(strategy: "BLT", num_steps: int) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
+@checked({"scales": each(positive, _VALUES), "decays": each(open_unit, _VALUES)})
 class BLT(Toeplitz):
     """Buffered linear Toeplitz: `c_0 = 1`, `c_k = sum_j scales_j decays_j^(k - 1)`; d buffers of the parameters' size.
 
@@ -81,14 +84,7 @@ class BLT(Toeplitz):
     decays: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for name in ("scales", "decays"):
-            values = getattr(self, name)
-            expect(isinstance(values, tuple) and values, "a tuple of at least one value", name, values)
         expect(len(self.scales) == len(self.decays), "as many decays as scales", "decays", self.decays)
-        set_fields(self, {
-            "scales": tuple(positive("scales", each) for each in self.scales),
-            "decays": tuple(open_unit("decays", each) for each in self.decays),
-        })  # fmt: skip
 
     @property
     def bands(self) -> int | None:

@@ -8,13 +8,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from dpfunc._utils.validation import integer
+from dpfunc._utils.validation import checked, count, integer, optional
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
     Toeplitz,
     banded_recursion,
-    check_bands,
     frozen,
     inverted,
     padded,
@@ -29,6 +28,7 @@ def _root(num_steps: int, factor: float) -> Array:
 
 
 @dataclass(frozen=True)
+@checked({"bands": optional(count)})
 class BSR(Toeplitz):
     """Banded square root: the first `bands` diagonals of `A^(1/2)`, A the matrix of prefix sums.
 
@@ -49,10 +49,6 @@ class BSR(Toeplitz):
 
     bands: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.bands is not None:
-            check_bands(self.bands)
-
     def coefficients(self, num_steps: int) -> Array:
         """First column of C, (num_steps,)."""
         return padded(_root(min(num_steps, self.bands or num_steps), -0.5), num_steps)
@@ -69,6 +65,7 @@ class BSR(Toeplitz):
 
 
 @dataclass(frozen=True)
+@checked({"inverse_bands": lambda name, value: count("bands", value)})
 class BISR(Toeplitz):
     """Banded inverse square root: C^-1 has the first `bands` diagonals of `A^(-1/2)`, A the matrix of prefix sums.
 
@@ -88,9 +85,6 @@ class BISR(Toeplitz):
     """
 
     inverse_bands: int
-
-    def __post_init__(self) -> None:
-        check_bands(self.inverse_bands)
 
     @property
     def bands(self) -> int | None:
