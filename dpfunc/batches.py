@@ -335,7 +335,7 @@ def digest_and_mark(released: Params, params: Params | None, mark: Tensor) -> tu
     return own, _not_finite(released) if spoiled else [], marked
 
 
-def own_digest(released: Params, params: Params, mark: Tensor) -> tuple[str, bool]:
+def own_digest(released: Params, params: Params | None, mark: Tensor) -> tuple[str, bool]:
     """A digest of what a process releases that is alone, and a mark; see `digest_and_mark`."""
     own, spoiled, marked = digest_and_mark(released, params, mark)
     if spoiled:

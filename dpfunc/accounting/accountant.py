@@ -249,13 +249,16 @@ def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[
             prob = math.floor(math.log(largest / event.sampling_prob) / step)
             cells.setdefault((noise, prob), []).append(event)
         if len(cells) <= max_kinds:
-            return canonical(map(_worst, cells.values())), (
+            worst = (
+                Event(
+                    max(e.sampling_prob for e in own),
+                    min(e.noise_multiplier for e in own),
+                    sum(e.num_steps for e in own),
+                )
+                for own in cells.values()
+            )
+            return canonical(worst), (
                 f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by {math.exp(step) - 1:.2g} of "
                 "itself at most"
             )
         step *= 1.3
-
-
-def _worst(cell: list[Event]) -> Event:
-    q, sigma = max(event.sampling_prob for event in cell), min(event.noise_multiplier for event in cell)
-    return Event(q, sigma, sum(event.num_steps for event in cell))

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dpfunc._utils.processes import Window, distributed, in_hex, local
-from dpfunc._utils.validation import fail, non_negative, one_of, positive
-from dpfunc.batches import digest_and_mark, refuse_sums
+from dpfunc._utils.processes import Window, distributed, local
+from dpfunc._utils.validation import fail, non_negative, one_of, positive, refuse
+from dpfunc.batches import own_digest
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise._streams import SOURCES, Leaves, Part, Source, standard_normal
 from dpfunc.noise.mechanism import Mechanism, Run, Turn
@@ -24,13 +24,13 @@ _ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "optimal")
 
 
 def _check_clipped(clipped: ClippedSum) -> None:
-    if not isinstance(clipped, ClippedSum):
-        raise InvalidArgument(
-            f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a "
-            "ClippedSum carries; a sum that was divided or changed has another one. Divide after the noise."
-        )
-    if not clipped.sums:
-        raise InvalidArgument("Expected at least one sum to release, got none.")
+    whole = isinstance(clipped, ClippedSum)
+    refuse(
+        (not whole,
+         f"Expected a ClippedSum, got {type(clipped).__name__}. Noise is scaled by the sensitivity that a ClippedSum "
+         "carries; a sum that was divided or changed has another one. Divide after the noise."),
+        (whole and not clipped.sums, "Expected at least one sum to release, got none."),
+    )  # fmt: skip
     for group, sensitivity in clipped.sensitivities.items():
         positive(f"sensitivities[{group!r}]", sensitivity)
     for name, value in clipped.sums.items():
@@ -121,12 +121,9 @@ def add_gaussian(
     return _released(clipped, std_of, standard_normal(key, clipped.sums, source))
 
 
-def _finite_digest(clipped: ClippedSum) -> int:
+def _finite_digest(clipped: ClippedSum) -> str:
     """A digest of sums. Sums that are not finite are refused, since noise does not hide them."""
-    own, spoiled, _ = digest_and_mark(clipped.sums, None, torch.zeros((), dtype=torch.bool, device="cpu"))
-    if spoiled:
-        refuse_sums(spoiled)
-    return own
+    return own_digest(clipped.sums, None, torch.zeros((), dtype=torch.bool, device="cpu"))[0]
 
 
 def _released(clipped: ClippedSum, std_of: Mapping[str, float], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,12 +139,12 @@ def _released(clipped: ClippedSum, std_of: Mapping[str, float], noise: Mapping[s
 _releases: dict[str, str] = {}
 
 
-def _check_once(key: Key, sums: int, std_of: Mapping[str, float], source: Source) -> None:
+def _check_once(key: Key, sums: str, std_of: Mapping[str, float], source: Source) -> None:
     """Check that a secret key serves one release, in one process; the same one may be repeated bit for bit."""
     if key.guessable:
         return
     check_process(key)
-    release = f"{in_hex(sums)} {sorted(std_of.items())} {source}"
+    release = f"{sums} {sorted(std_of.items())} {source}"
     if _releases.setdefault(fingerprint(key), release) != release:
         raise StateReused(
             "This key has released other values before: both have the same noise, and their difference has none. Take "
