@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 
 from dpfunc import accounting
+from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.journal import Taken, read_cost, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
-from dpfunc.errors import InvalidArgument
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _Row = tuple[str, bool, str]  # name of a check, True if it agrees, and what was found
@@ -60,10 +60,12 @@ class _Source:
         """The cost, computed again, never by the method that a file names. That of a search is counted by rdp alone."""
         if not isinstance(self.record, SelectionRecord):
             return accounting.epsilon(self.ledger, delta, method)
-        if method not in ("auto", "rdp"):
-            raise click.UsageError(
-                f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
-            )
+        refuse(
+            (method not in ("auto", "rdp"),
+             click.UsageError(
+                 f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
+             )),
+        )  # fmt: skip
         return self.record.guarantee(delta)
 
 
@@ -73,8 +75,7 @@ def _read_source(path: Path) -> _Source:
     path = _file_of(path, journals) if path.is_dir() else path
     found = read_cost(path)
     if isinstance(found, Ledger):
-        own = read_steps(path) if path.suffix == ".jsonl" else {}
-        return _Source(path, found, runs=own)
+        return _Source(path, found, runs=read_steps(path) if path.suffix == ".jsonl" else {})
     if isinstance(found, SelectionRecord):
         return _Source(path, found.spent, found)
     runs = {name: run for journal in journals for name, run in read_steps(journal, missing="empty").items()}
@@ -85,11 +86,11 @@ def _read_source(path: Path) -> _Source:
 def _file_of(folder: Path, journals: list[Path]) -> Path:
     files: list[Path] = [folder / RECORD_FILE, *(journals if len(journals) == 1 else ()), folder / "ledger.json"]
     there = [file for file in files if file.is_file()]
-    if not there:
-        raise InvalidArgument(
-            f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, "
-            f"got {str(folder)!r} with {len(journals) or 'none'} of them. Name the file."
-        )
+    refuse(
+        (not there,
+         f"Expected the folder of a run, with {RECORD_FILE}, one journal (*journal.jsonl) or ledger.json in it, "
+         f"got {str(folder)!r} with {len(journals) or 'none'} of them. Name the file."),
+    )  # fmt: skip
     return there[0]
 
 
@@ -132,25 +133,26 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
 
 def _given(source: _Source, name: str, value: float | None) -> float:
     """The value of an option, or else that of the record."""
-    if value is None and source.record is None:
-        raise click.UsageError(f"Missing option '--{name}' / '-{name[0]}'. {str(source.path)!r} {_MISSING[name]}")
+    refuse(
+        (value is None and source.record is None,
+         click.UsageError(f"Missing option '--{name}' / '-{name[0]}'. {str(source.path)!r} {_MISSING[name]}")),
+    )  # fmt: skip
     return float(getattr(source.record, name)) if value is None else value
 
 
 def _note(source: _Source) -> None:
     """Say on stderr what a reader of the numbers must know first."""
-    if source.record is not None and source.record.noise_key == GUESSABLE:
-        click.echo("Warning: nothing is protected: the key of the noise can be guessed (insecure_key).", err=True)
-    if source.path.parent.name.startswith("checkpoint-"):
-        click.echo(
-            "Note: this is the record of a checkpoint. That of the finished run is in the folder above.", err=True
-        )
-    if source.uncounted:
-        click.echo(
-            f"Warning: the journal beside {source.path.name} has {source.uncounted} steps that it does not count: the "
-            "true cost is higher. Name the journal.",
-            err=True,
-        )
+    for holds, text in (
+        (source.record is not None and source.record.noise_key == GUESSABLE,
+         "Warning: nothing is protected: the key of the noise can be guessed (insecure_key)."),
+        (source.path.parent.name.startswith("checkpoint-"),
+         "Note: this is the record of a checkpoint. That of the finished run is in the folder above."),
+        (source.uncounted,
+         f"Warning: the journal beside {source.path.name} has {source.uncounted} steps that it does not count: the "
+         "true cost is higher. Name the journal."),
+    ):  # fmt: skip
+        if holds:
+            click.echo(text, err=True)
 
 
 def _described(parts: Iterable[tuple[str, Ledger]]) -> list[dict[str, object]]:
@@ -309,8 +311,11 @@ def _sampling(record: Record | SelectionRecord) -> _Row:
         )
 
     if isinstance(record, SelectionRecord):
-        own = zip(record.candidates, record.ledgers, strict=True)
-        wrong = [listed(values) for values, ledger in own if not is_counted(values, ledger)]
+        wrong = [
+            listed(values)
+            for values, ledger in zip(record.candidates, record.ledgers, strict=True)
+            if not is_counted(values, ledger)
+        ]
         found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
         return "sampling", not wrong, found
     size, q, sigma, events = (

@@ -117,8 +117,7 @@ def print_checks(
         print_json({"agrees": agrees, **values})
     else:
         words = {True: "ok", False: "WRONG", None: "not shown"}
-        rows = [(name, words[fine], found) for name, fine, found in checks]
-        print_rows("Checks", ("", "", "found"), rows)
+        print_rows("Checks", ("", "", "found"), [(name, words[fine], found) for name, fine, found in checks])
         worst = "WRONG" if any(fine is False for _, fine, _ in checks) else "not shown"
         click.echo(good if agrees else f"{bad}: see {worst}.")
     if not agrees:

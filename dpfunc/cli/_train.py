@@ -24,7 +24,7 @@ from dpfunc.accounting import RunCount
 from dpfunc.accounting.record import listed
 from dpfunc.accounting.selection import SHAPES
 from dpfunc.cli._output import Report, json_option, print_line, print_rows, reporting
-from dpfunc.errors import DPFuncError, InvalidArgument, NotWritten
+from dpfunc.errors import DPFuncError, NotWritten
 
 if TYPE_CHECKING:
     from dpfunc.distributed.ranks import Ranks
@@ -50,8 +50,7 @@ seed_option: Callable[[Any], Any] = click.option(
 
 def check_new(out: Path | None) -> None:
     """Check that a file to write is not there."""
-    if out is not None and out.exists():
-        raise InvalidArgument(f"Expected a new file, got --out {out}, which exists.")
+    refuse((out is not None and out.exists(), f"Expected a new file, got --out {out}, which exists."))
 
 
 @contextmanager
@@ -283,8 +282,9 @@ def tune(
             _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
         else:
             check_search_folder(job, resume)
-            count = RunCount(mean_runs or 0.0, SHAPES[runs])
-            search = prepare_search(found, runs=count, score_noise=score_noise or 0.0, shows=True)
+            search = prepare_search(
+                found, runs=RunCount(mean_runs or 0.0, SHAPES[runs]), score_noise=score_noise or 0.0, shows=True
+            )
             _search_private(search, dry_run, resume, insecure_seed, report)
 
 
@@ -325,8 +325,9 @@ def _search_public(
         )
     rows = [{**each.values, "noise_multiplier": noise_of(each.plan)} for each in search.candidates]
     if not dry_run:
-        found = run_public(search, insecure_seed)
-        shown = track(found, "public search", total=len(rows), console=Console(file=sys.stderr))
+        shown = track(
+            run_public(search, insecure_seed), "public search", total=len(rows), console=Console(file=sys.stderr)
+        )
         rows = [{**row, "score": score} for row, score in zip(rows, shown, strict=True)]
     print_rows("Candidates", [*rows[0]], [tuple(f"{value:.4g}" for value in row.values()) for row in rows])
     if dry_run:

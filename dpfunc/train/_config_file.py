@@ -15,7 +15,7 @@ import click
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import expect, fail, suggestion
+from dpfunc._utils.validation import expect, suggestion
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
 from dpfunc.train.config import SECTIONS, TOP, Job, explained, job_from_dict
@@ -136,8 +136,10 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
         words = [f"--{section}.{key}"] * bool(section) + [f"--{key}"] * (keys[key] == 1)
         bare: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if kind is bool else {}
         options[click.Option([f"{section}_{key}", *words], multiple=True, **bare)] = section, key
-    settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
-    command = click.Command(None, params=[*options], add_help_option=False, context_settings=settings)
+    command = click.Command(
+        None, params=[*options], add_help_option=False,
+        context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+    )  # fmt: skip
     given = command.make_context("dpfunc train CONFIG", [*arguments]).params
     flags: dict[tuple[str, str], str] = {}
     for option, place in options.items():
@@ -196,9 +198,8 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
     values: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, _, listed = text.partition("=")
-        key = _SPELT.get(name.strip())
-        if key is None:
-            raise fail("key=value,value in --grid", "--grid", text, suggestion(name.strip(), GRID_KEYS))
+        key = _SPELT.get(name.strip(), "")
+        expect(key, "key=value,value in --grid", "--grid", text, suggestion(name.strip(), GRID_KEYS))
         found = tuple(part.strip() for part in listed.split(","))
         expect(
             key not in values and all(found) and len(set(found)) == len(found),

@@ -89,11 +89,11 @@ class PadRight:
 
     def _rows(self, records: Sequence[Mapping[str, Any]], name: str, fill: int) -> Tensor:
         """Lists of integers (T,), or tensors (T, width), padded to one length."""
-        given = (record[name] for record in records)
-        values = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.long) for v in given]
+        values = [
+            v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.long) for v in map(itemgetter(name), records)
+        ]
         length = min(-(-max(map(len, values)) // self.multiple) * self.multiple, self.max_length)
-        sides = [(0, 0) * (value.ndim - 1) + (0, length - len(value)) for value in values]
-        return torch.stack([F.pad(value, side, value=fill) for value, side in zip(values, sides, strict=True)])
+        return torch.stack([F.pad(v, (0, 0) * (v.ndim - 1) + (0, length - len(v)), value=fill) for v in values])
 
 
 def read_records(job: Job, processing: Any) -> Records:
@@ -103,8 +103,7 @@ def read_records(job: Job, processing: Any) -> Records:
     train, held_out = _split(job, _table(job, processing, data.train, unit, job.deduplicates))
     if data.eval is not None:
         held_out = _table(job, processing, data.eval, None, deduplicate=False).rows
-    if not train:
-        raise InvalidArgument(f"Expected records to train on in {data.train!r}, got none after the split.")
+    refuse((not train, f"Expected records to train on in {data.train!r}, got none after the split."))
     content = itemgetter(*columns_of(job))
     seen = not {*map(content, train)}.isdisjoint(map(content, held_out))
     persons = None
@@ -223,10 +222,9 @@ def collator(job: Job, processing: Any, *, longest: bool = False) -> Any:
     """Make the function that collates records of a job, or people with their records, into a batch."""
     data = job.data
     if job.task == "vqa":
-        height_and_width = None if data.image_size is None else (data.image_size[0], data.image_size[1])
         collate: Any = image_text_collator(
-            processing, max_length=data.max_length, max_images=data.max_images, image_size=height_and_width,
-            chat=bool(processing.chat_template),
+            processing, max_length=data.max_length, max_images=data.max_images, chat=bool(processing.chat_template),
+            image_size=None if data.image_size is None else (data.image_size[0], data.image_size[1]),
         )  # fmt: skip
     else:
         pad = getattr(processing, "pad_token_id", 0)  # features are not padded
@@ -277,17 +275,18 @@ def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) ->
         case "text_classification" | "table_classification":
             _check_known([row[data.label_column]], data, where)
         case "text_regression" if not math.isfinite(number_of(row[data.label_column])):
-            column = data.label_column
-            raise InvalidArgument(f"Expected a finite number in the column {column!r} in {where}, got another.")
+            raise InvalidArgument(
+                f"Expected a finite number in the column {data.label_column!r} in {where}, got another."
+            )
         case "token_classification":
             _check_words(row, data, where)
         case "vqa":
             images = _images(data, row)
-            if len(images) > data.max_images:
-                raise InvalidArgument(
-                    f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
-                    "public: choose it for all records that there could be."
-                )
+            refuse(
+                (len(images) > data.max_images,
+                 f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
+                 "public: choose it for all records that there could be."),
+            )  # fmt: skip
             for image in images:
                 _check_image(folder / image, where)
         case "image_classification":
@@ -296,11 +295,11 @@ def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) ->
 
 def _check_words(row: Row, data: DataSection, where: str) -> None:
     words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
-    if not words or len(words) != len(given):
-        raise InvalidArgument(
-            f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
-            "Write two lists, or two texts with spaces between the words and between the labels."
-        )
+    refuse(
+        (not words or len(words) != len(given),
+         f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
+         "Write two lists, or two texts with spaces between the words and between the labels."),
+    )  # fmt: skip
     _check_known(given, data, where)
 
 
@@ -315,8 +314,7 @@ def _check_known(given: list[str], data: DataSection, where: str) -> None:
 
 def _check_image(image: Path, where: str) -> None:
     """Check that an image can be read to its end: a run must not die when it draws the record."""
-    if not image.is_file():
-        raise InvalidArgument(f"Expected an image file for {where}, which is missing.")
+    refuse((not image.is_file(), f"Expected an image file for {where}, which is missing."))
     try:
         _read_once(image, image.stat().st_mtime_ns, image.stat().st_size)
     except InvalidArgument as error:
@@ -409,8 +407,10 @@ def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any
         return sample
     if data.tools_column is not None:
         tools = _values(row, [data.tools_column])[data.tools_column]
-    learn = "assistant" if data.loss_on == "response" else "all"
-    return chats.chat_tokens(processing, turns, max_length=data.max_length, learn=learn, tools=tools)
+    return chats.chat_tokens(
+        processing, turns, max_length=data.max_length, tools=tools,
+        learn="assistant" if data.loss_on == "response" else "all",
+    )  # fmt: skip
 
 
 def chat_lines(job: Job, processing: Any) -> list[str]:
@@ -430,8 +430,10 @@ def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
         _texts(row[data.text_column]), is_split_into_words=True, truncation=True, max_length=data.max_length
     )
     words = encoded.word_ids()
-    first = [word is not None and word != before for word, before in zip(words, [None, *words], strict=False)]
-    labels = [given[word] if begins else IGNORED for word, begins in zip(words, first, strict=True)]
+    labels = [
+        IGNORED if word is None or word == before else given[word]
+        for word, before in zip(words, [None, *words], strict=False)
+    ]
     return {"input_ids": list(encoded["input_ids"]), "labels": labels}
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from transformers import TrainerCallback
 
+from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
 from dpfunc.checkpoint._chain import sha256
@@ -70,9 +71,10 @@ class _Watched(DPTrainer):
 
     def __init__(self, watch: _Watch, data: Rows, /, *, args: Any, **options: Any) -> None:
         self._watch = watch
-        quiet = replace(args, save_strategy="no", disable_tqdm=True)
-        own = {"args": quiet, "data_name": _DATA, "callbacks": [watch], "train_dataset": data.rows}
-        super().__init__(**options | own)
+        super().__init__(**options | {
+            "args": replace(args, save_strategy="no", disable_tqdm=True), "data_name": _DATA, "callbacks": [watch],
+            "train_dataset": data.rows,
+        })  # fmt: skip
         watch.join(self)
 
     @property
@@ -113,15 +115,15 @@ class _JobLoop:
         if tape.forced is None:
             self.journal = read_steps(self.folder / files.JOURNAL, missing="empty").get(fingerprint(self.key), {})
             if trainer._run.state.step == trainer._run.state.limit:
-                place = self.folder.with_name(folders.MODEL)
-                save_model(place, self.prepared.job, trainer.model, self.prepared.processing)
+                save_model(
+                    self.folder.with_name(folders.MODEL), self.prepared.job, trainer.model, self.prepared.processing
+                )
                 self.weights = _weights(self.folder.parent)
 
 
 def _train(prepared: Prepared, data: Rows, key: Key, watch: _Watch) -> Any:
     """Train a copy of the model; the Trainer that did it."""
-    own = replace(prepared, model=copy.deepcopy(prepared.model))
-    trainer = make_trainer(own, key, partial(_Watched, watch, data))
+    trainer = make_trainer(replace(prepared, model=copy.deepcopy(prepared.model)), key, partial(_Watched, watch, data))
     trainer.train()
     return trainer
 
@@ -129,15 +131,15 @@ def _train(prepared: Prepared, data: Rows, key: Key, watch: _Watch) -> Any:
 def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     """The job of a run folder, to be run elsewhere, and the key that it had."""
     job, seed = folders.saved_job(run)
-    if not job.privacy.dp_enabled:
-        raise InvalidArgument(f"Expected a private run, got {str(run)!r}, the twin without privacy.")
+    refuse((not job.privacy.dp_enabled, f"Expected a private run, got {str(run)!r}, the twin without privacy."))
     training = replace(job.training, report_to=None, eval_steps=None)
     # what was spent when the run began is in its journal; its budget, where it is reserved, counts the run itself now
     data = replace(job.data, spent=None, budget=None, budget_run=None, budget_spender=None)
     newest_run = [*read_steps(run / files.JOURNAL).values()][-1]
     before = Ledger(next(iter(newest_run.values())).before, job.privacy.adjacency)
-    own = replace(job, output_dir=str(folder), training=training, data=data)
-    prepared = prepare(own, before if before.events else None)
+    prepared = prepare(
+        replace(job, output_dir=str(folder), training=training, data=data), before if before.events else None
+    )
     records, _ = compute_frozen(prepared.job, prepared.model, prepared.records, shows=False)
     prepared = replace(prepared, records=records)
     if seed is not None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from dpfunc.errors import InvalidArgument
+from dpfunc._utils.validation import refuse
 from dpfunc.features.images import EncoderFeatures, ScatteringFeatures, load_encoder
 from dpfunc.features.tables import TableFeatures, number_of
 from dpfunc.recipes import Head, unit_rows
@@ -89,17 +89,17 @@ def check_table(front: TableFeatures, table: Table, name: str) -> None:
     for number, row in zip(table.numbers, table.rows, strict=True):
         front.encode(row, f"row {number} of {name}")
     for column, values in front.categories.items():
-        if not any(row[column].strip() in values for row in table.rows):
-            raise InvalidArgument(
-                f"Expected values of data.categories.{column} in the column {column!r} of {name}, got none of them "
-                "in any row: all are unknown. Look for other spellings or capitals, or for the wrong column."
-            )
+        refuse(
+            (not any(row[column].strip() in values for row in table.rows),
+             f"Expected values of data.categories.{column} in the column {column!r} of {name}, got none of them "
+             "in any row: all are unknown. Look for other spellings or capitals, or for the wrong column."),
+        )  # fmt: skip
     for column, (low, high) in front.numbers.items():
-        if not any(low <= number_of(row[column]) <= high for row in table.rows):
-            raise InvalidArgument(
-                f"Expected numbers in the range data.numbers.{column}: [{low:g}, {high:g}] in the column "
-                f"{column!r} of {name}, got none in any row. Give its range in the unit of the table."
-            )
+        refuse(
+            (not any(low <= number_of(row[column]) <= high for row in table.rows),
+             f"Expected numbers in the range data.numbers.{column}: [{low:g}, {high:g}] in the column "
+             f"{column!r} of {name}, got none in any row. Give its range in the unit of the table."),
+        )  # fmt: skip
 
 
 def save_features(folder: Path, front: Front) -> None:
@@ -116,20 +116,20 @@ def load_features(folder: Path) -> tuple[Any, Front]:
         return model, load_encoder(str(folder / _ENCODER), {"local_files_only": True})
     if config.task != "table_classification":
         return model, ScatteringFeatures(**config.front)
-    ordered = {name: _ordered(folder, name, config.front[name]) for name in _COLUMNS}
-    return model, TableFeatures(**{**config.front, **ordered})
+    return model, TableFeatures(
+        **config.front | {name: _ordered(folder, name, config.front[name]) for name in _COLUMNS}
+    )
 
 
 def _ordered(folder: Path, name: str, columns: Any) -> dict[str, Any]:
     """Columns in the order of training, which folders of older versions have in the job file beside them alone."""
     if not isinstance(columns, Mapping) or len(columns) < 2:
         return dict(columns)
-    job = json_values(folder.absolute().parent / "job.json")
-    known = job.get("filled", {}).get("data", {}).get(name)
-    if known != columns:
-        raise InvalidArgument(
-            f"Expected the order of the columns in data.{name}, got {str(folder)!r}, which an older version wrote with "
-            "sorted names: predictions would be those of other columns. Put the folder back beside the job.json of its "
-            "run, which has the order."
-        )
+    known = json_values(folder.absolute().parent / "job.json").get("filled", {}).get("data", {}).get(name)
+    refuse(
+        (known != columns,
+         f"Expected the order of the columns in data.{name}, got {str(folder)!r}, which an older version wrote with "
+         "sorted names: predictions would be those of other columns. Put the folder back beside the job.json of its "
+         "run, which has the order."),
+    )  # fmt: skip
     return dict(known)

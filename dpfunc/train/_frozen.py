@@ -39,8 +39,9 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
         ]
     computed = _computed(_base(model), _kind(job), [*records.train, *records.evaluation], shows)
     split = len(records.train)
-    kept = dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:]))
-    return kept, [f"Frozen layers were computed once for each record and take at most {needed} MiB."]
+    return dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:])), [
+        f"Frozen layers were computed once for each record and take at most {needed} MiB."
+    ]
 
 
 def kept_bytes(job: Job, model: nn.Module, size: int, records: Records) -> int:
@@ -72,9 +73,8 @@ def _vectors(job: Job, records: Records) -> int:
     return job.privacy.public_size(len(records.units)) * each + len(records.evaluation)
 
 
-def _base(model: nn.Module) -> Any:
-    peft: Any = model
-    return peft.get_base_model() if hasattr(peft, "get_base_model") else model
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _kind(job: Job) -> str:

@@ -114,11 +114,11 @@ def load_base(job: Job, processing: Any) -> nn.Module:
         if job.task != "vqa":  # RoBERTa and its like have fewer positions than their configuration says
             _check_length(job, facts_of_model(model).tables.positions, processing)
     quantised = quantised_layers(model)
-    if bool(quantised) != (job.strategy == "qlora"):
-        raise UnsupportedModel(
+    refuse(
+        (bool(quantised) != (job.strategy == "qlora"), UnsupportedModel(
             f"Expected weights in 4 bits with strategy='qlora', and only with it, got strategy={job.strategy!r} and "
-            f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}."
-        )
+            f"{f'quantised weights in {shorten(quantised)}' if quantised else 'weights in float'} in {path!r}.")),
+    )  # fmt: skip
     return model if quantised else model.float()
 
 
@@ -127,11 +127,11 @@ def _check_length(job: Job, positions: object, processing: Any) -> None:
     if not isinstance(positions, int) or positions < 1:
         return
     most = min(positions, getattr(processing, "model_max_length", positions))
-    if job.data.max_length > most:
-        raise InvalidArgument(
-            f"Expected data.max_length <= {most}, the tokens that the model in {job.model_path!r} takes, got "
-            f"{job.data.max_length}. Longer texts are cut."
-        )
+    refuse(
+        (job.data.max_length > most,
+         f"Expected data.max_length <= {most}, the tokens that the model in {job.model_path!r} takes, got "
+         f"{job.data.max_length}. Longer texts are cut."),
+    )  # fmt: skip
 
 
 def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
@@ -171,10 +171,10 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
         return _with_lora(model, job)
     parameters, base = dict(model.named_parameters()), f"{getattr(model, 'base_model_prefix', '')}."
     head = {name for name in parameters if job.task in NEW_HEAD and not name.startswith(base)}
-    biases = {name for name in parameters if name.endswith("bias")}
-    chosen = {"full": {*parameters}, "head": head, "bitfit": biases}[job.strategy]
-    if not chosen:
-        raise InvalidArgument(f"Expected parameters for strategy={job.strategy!r}, {type(model).__name__} has none.")
+    chosen = {
+        "full": {*parameters}, "head": head, "bitfit": {name for name in parameters if name.endswith("bias")},
+    }[job.strategy]  # fmt: skip
+    refuse((not chosen, f"Expected parameters for strategy={job.strategy!r}, {type(model).__name__} has none."))
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in chosen | head)
     return model
@@ -183,8 +183,10 @@ def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
 def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
     """A vision-language model with one of its own strategies."""
     lora = job.lora
-    if lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets):
-        raise InvalidArgument("Expected rank, alpha and targets alone in the section lora of a vqa job.")
+    refuse(
+        (lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets),
+         "Expected rank, alpha and targets alone in the section lora of a vqa job."),
+    )  # fmt: skip
     if job.strategy not in ADAPTERS:
         return prepare(model, job.strategy)
     with torch_seed(key_of(job, "adapters")):
@@ -202,13 +204,11 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     lora, total = job.lora, int(getattr(model.config, "num_hidden_layers", 0))
     highest = range(total - (lora.top_layers or 0), total)
-    if highest.start < 0:
-        raise InvalidArgument(f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}.")
+    refuse((highest.start < 0, f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}."))
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
-        config = LoraConfig(
+        return cast(nn.Module, get_peft_model(model, LoraConfig(
             task_type=_KINDS[job.task][1], r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(lora),
             lora_dropout=lora.dropout, use_rslora=lora.rslora, layers_to_transform=list(highest) or None,
             modules_to_save=lora.modules_to_save and list(lora.modules_to_save),
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        )  # fmt: skip
-        return cast(nn.Module, get_peft_model(model, config))
+        )))  # fmt: skip

@@ -40,8 +40,7 @@ def with_references(job: Job, model: nn.Module, records: Records, *, shows: bool
     collate, device = CollatePairs(PadRight(0, job.data.max_length)), next(model.parameters()).device.type
 
     def referred(record: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = reference_log_probabilities(model, collate([record]))
-        return {**record, REFERENCE: tuple(found[0].tolist())}
+        return {**record, REFERENCE: tuple(reference_log_probabilities(model, collate([record]))[0].tolist())}
 
     # no bar: how fast it grows would tell how many records there are
     shown = Console(stderr=True).status("reference model") if shows else nullcontext()

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import nn
 
+from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.pooled import wants_mean
@@ -35,11 +36,11 @@ def _pooling(job: Job) -> Literal["model", "mean"]:
     pools = job.task in PAIRS and job.data.text_pair_column is None and job.strategy in ("head", "lora")
     if job.model.pooling == "auto":
         return "mean" if pools and job.model.init == "pretrained" and wants_mean(job.model_path) else "model"
-    if job.model.pooling == "mean" and not pools:
-        raise InvalidArgument(
-            "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
-            f"task={job.task!r}, strategy={job.strategy!r}, data.text_pair_column={job.data.text_pair_column!r}."
-        )
+    refuse(
+        (job.model.pooling == "mean" and not pools,
+         "Expected model.pooling: mean with classes or numbers of single texts and strategy head or lora only, got "
+         f"task={job.task!r}, strategy={job.strategy!r}, data.text_pair_column={job.data.text_pair_column!r}."),
+    )  # fmt: skip
     return job.model.pooling
 
 
@@ -55,14 +56,13 @@ def with_recipe(
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
     batch = training.batch_size or found.expected_batch_size
     at_once = max(1, PHYSICAL // job.data.units_size)  # units that have the usual number of records
-    asked = training.physical_batch_size or job.privacy.dp_physical_batch_size
     filled = dataclasses.replace(
         training,
         learning_rate=training.learning_rate or found.learning_rate,
         head_rate=found.head_rate if by_recipe else training.head_rate,
         batch_size=batch,
         steps=found.num_steps if "steps" in missing else training.steps,
-        physical_batch_size=asked or min(at_once, batch),
+        physical_batch_size=(training.physical_batch_size or job.privacy.dp_physical_batch_size or min(at_once, batch)),
     )
     return dataclasses.replace(job, training=filled, privacy=with_clip(job.privacy, found)), found
 
@@ -81,8 +81,9 @@ def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) 
         )
     epsilon = epsilon_left(epsilon=epsilon, delta=delta, spent=spent)
     # A model in 4 bits is not run in evaluation mode before it is trained: bitsandbytes would pack it for inference.
-    measure = job.strategy != "qlora"
-    return model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=measure)
+    return model_recipe(
+        strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=job.strategy != "qlora"
+    )
 
 
 def recipe_lines(found: Recipe | None, missing: Sequence[str]) -> list[str]:

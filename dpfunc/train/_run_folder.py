@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfunc._utils.locks import LOCK_FILE
-from dpfunc._utils.validation import shorten, unique_json
+from dpfunc._utils.validation import refuse, shorten, unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
@@ -34,11 +34,10 @@ def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, i
     """Keep the job in its folder, as it was given and as it runs."""
     folder.mkdir(parents=True, exist_ok=True)
     remove(folder / START)  # of a run that was killed here before its first step
-    content = {
+    replace_file(folder / _JOB_FILE, json.dumps({
         "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
         "trained_on": str(Path(job.data.train).absolute()),
-    }  # fmt: skip
-    replace_file(folder / _JOB_FILE, json.dumps(content, indent=1) + "\n")
+    }, indent=1) + "\n")  # fmt: skip
 
 
 def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
@@ -59,8 +58,10 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | 
 
 def saved_job(folder: Path) -> tuple[Job, int | None]:
     """The job of a run folder, and its insecure seed."""
-    if not (folder / _JOB_FILE).is_file():
-        raise CheckpointError(f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")
+    refuse(
+        (not (folder / _JOB_FILE).is_file(), CheckpointError(
+            f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")),
+    )  # fmt: skip
     _, filled, seed = _read_job_file(folder)
     return job_from_dict(filled), seed
 
@@ -89,7 +90,12 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
     Without a released step it begins again: test_a_run_killed_before_its_first_step_begins_again.
     """
     folder = Path(job.output_dir)
-    _check_writable(folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    refuse(
+        (not there.is_dir() or not os.access(there, os.W_OK | os.X_OK),
+         f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
+         f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."),
+    )  # fmt: skip
     names = {path.name for path in folder.glob("*")} - {LOCK_FILE, f"{_JOB_FILE}.new"}
     killed_before = _JOB_FILE in names and MODEL not in names and not released(folder)
     if resume:
@@ -104,28 +110,21 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
         )
 
 
-def _check_writable(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
-            f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."
-        )
-
-
 def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
-    if not (folder / _JOB_FILE).is_file():
-        raise CheckpointError(f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")
+    refuse(
+        (not (folder / _JOB_FILE).is_file(), CheckpointError(
+            f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")),
+    )  # fmt: skip
     saved, _, seed = _read_job_file(folder)
     changed = _differences(saved, job_to_dict(job))
     if seed != insecure_seed:
         changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
-    if changed:
-        raise CheckpointError(
+    refuse(
+        (changed, CheckpointError(
             f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
-            "repeats steps with the same noise, so nothing else may change."
-        )
+            "repeats steps with the same noise, so nothing else may change.")),
+    )  # fmt: skip
     if not has_checkpoint(job):
         newest(folder)  # raises, and says how the steps of the journal are counted
 
@@ -172,11 +171,11 @@ def check_accounting(folder: Path) -> None:
     # tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal
     journal, path = folder / JOURNAL, folder / ACCOUNTING
     taken, counted = journal_ledger(journal), Record.from_json(path.read_bytes()).ledger
-    if counted != taken:
-        raise CheckpointError(
+    refuse(
+        (counted != taken, CheckpointError(
             f"Expected {path} to count the steps of {journal}, {taken}, got {counted}. Another process has used this "
-            f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir."
-        )
+            f"folder. No model was saved. A new run counts all of it: --spent {journal}, and another --output_dir.")),
+    )  # fmt: skip
 
 
 def unit_of(job: Job) -> str:
@@ -204,12 +203,12 @@ def check_spent_units(job: Job) -> None:
     for name in job.data.spent or () if job.privacy.dp_enabled else ():
         found = _unit_of_run(Path(name))
         any_loop = found is None and job.data.unit_column is None  # a ledger or a journal, which counts rows
-        if not any_loop and found != unit_of(job):
-            raise InvalidArgument(
-                f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
-                f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "
-                f"{ACCOUNTING} of a run with the same unit, or its journal in its folder."
-            )
+        refuse(
+            (not any_loop and found != unit_of(job),
+             f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
+             f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "
+             f"{ACCOUNTING} of a run with the same unit, or its journal in its folder."),
+        )  # fmt: skip
 
 
 def _unit_of_run(path: Path) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
 from dpfunc.hf.chats import MADE_UP
@@ -84,19 +84,20 @@ def save_model(folder: Path, job: Job, model: Any, processing: Any, kept: str = 
         own, theirs = _losses(job, model, inputs), _losses(job, again, read)
     if not torch.allclose(own, theirs, rtol=_DECIMALS, atol=_DECIMALS, equal_nan=True):
         differ.append("losses")
-    if differ:
-        raise CheckpointError(
+    refuse(
+        (differ, CheckpointError(
             f"Expected the model in {str(folder)!r} to be the trained one when it is read back, got others for "
-            f"{shorten(differ)}. Do not use it. {kept}."
-        )
+            f"{shorten(differ)}. Do not use it. {kept}.")),
+    )  # fmt: skip
 
 
 def load_trained(job: Job, folder: Path, processing: Any) -> tuple[Any, Any]:
     """The model and the processing in a folder of `save_model`, as users read them; adapters on the base of the job."""
     if job.task in FEATURES:
         return load_features(folder)
-    model = dataclasses.replace(job.model, path=str(folder), tokenizer=None, gguf_file=None, init="pretrained")
-    saved = dataclasses.replace(job, model=model)
+    saved = dataclasses.replace(job, model=dataclasses.replace(
+        job.model, path=str(folder), tokenizer=None, gguf_file=None, init="pretrained",
+    ))  # fmt: skip
     if job.strategy not in ADAPTERS:
         return load_base(saved, processing).train(False), load_processing(saved)
     from peft import PeftModel

@@ -131,8 +131,7 @@ def prepare_search(
     spent = earlier or Ledger(adjacency=job.privacy.adjacency)
     if runs is None:
         return Search(job, tuple(_on_public(candidate) for candidate in found), records, size, spent)
-    ledgers = [candidate.plan.ledger() for candidate in found]
-    cost = record.search_cost(runs, ledgers, score_noise, found[0].plan.delta, spent)
+    cost = record.search_cost(runs, [each.plan.ledger() for each in found], score_noise, found[0].plan.delta, spent)
     return Search(job, found, records, size, spent, runs, score_noise, cost)
 
 
@@ -162,11 +161,11 @@ def _check(job: Job, public: Path | None) -> None:
 
 def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, int]:
     """As many public records as there are private ones, and the number of these."""
-    if same_file(public, Path(job.data.train)):
-        raise InvalidArgument(
-            f"Expected a table of public records, got --public {public}, which is the private data.train. What is "
-            "chosen by private records costs privacy: search without --public, and the search is counted."
-        )
+    refuse(
+        (same_file(public, Path(job.data.train)),
+         f"Expected a table of public records, got --public {public}, which is the private data.train. What is "
+         "chosen by private records costs privacy: search without --public, and the search is counted."),
+    )  # fmt: skip
     size = job.privacy.dp_dataset_size or count_records(job)
     share = job.data.eval_fraction or _HELD_OUT
     data = replace(job.data, train=str(public), eval=None, spent=None, eval_fraction=share)
@@ -192,8 +191,9 @@ def load(
             model = choose_parameters(load_base(job, processing), job)
             models[job.lora.rank] = model, compute_frozen(job, model, records, shows=shows)[0]
         own, _ = with_recipe(job, models[job.lora.rank][0], size)
-        counted = spent if runs is None else None
-        alone.append(own.privacy.plan(size, own.batch_size, own.training.num_steps(size), counted))
+        alone.append(
+            own.privacy.plan(size, own.batch_size, own.training.num_steps(size), spent if runs is None else None)
+        )
     plans = alone if runs is None else _within_budget(jobs[0], alone, runs, score_noise, spent)
     found = []
     for (_, factor), job, one, plan in zip(trials, jobs, alone, plans, strict=True):
@@ -202,8 +202,9 @@ def load(
         values = {key: getattr(getattr(filled, section), name) for key, (section, name) in GRID_KEYS.items()}
         if filled.strategy not in ADAPTERS:
             del values["rank"]
-        prepared = Prepared(filled, model, processing, kept, plan, plan.num_steps)
-        found.append(Candidate(values, prepared, plan, noise_of(one)))
+        found.append(
+            Candidate(values, Prepared(filled, model, processing, kept, plan, plan.num_steps), plan, noise_of(one))
+        )
     return tuple(found)
 
 
@@ -232,19 +233,20 @@ def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) ->
         head_rate=None if found.head_rate is None else factor * found.head_rate,
         steps=plan.num_steps, epochs=None, eval_steps=None, report_to=None, save_steps=plan.num_steps,
     )  # fmt: skip
-    noise = replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
-    return replace(job, training=training, privacy=noise)
+    return replace(
+        job, training=training, privacy=replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
+    )
 
 
 def _on_public(candidate: Candidate) -> Candidate:
     """The candidate with what its privacy arguments say about the number of records left out."""
     prepared = candidate.prepared
     there, batch = len(prepared.records.train), prepared.job.batch_size
-    if there < batch:
-        raise InvalidArgument(
-            f"Expected at least {batch} public records to train on, the batch size of a candidate, got {there}. Take a "
-            "larger public table, or smaller batches: --grid batch_size=..."
-        )
+    refuse(
+        (there < batch,
+         f"Expected at least {batch} public records to train on, the batch size of a candidate, got {there}. Take a "
+         "larger public table, or smaller batches: --grid batch_size=..."),
+    )  # fmt: skip
     privacy = replace(prepared.job.privacy, dp_dataset_size=None, dp_allow_large_delta=True)
     return replace(candidate, prepared=replace(prepared, job=replace(prepared.job, privacy=privacy)))
 
@@ -260,8 +262,9 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
 
     prepared = candidate.prepared
     job = replace(prepared.job, output_dir=str(folder))
-    records = replace(prepared.records, evaluation=())
-    fresh = replace(prepared, job=job, records=records, model=copy.deepcopy(prepared.model))
+    fresh = replace(
+        prepared, job=job, records=replace(prepared.records, evaluation=()), model=copy.deepcopy(prepared.model)
+    )
     with _quiet():
         trainer = make_trainer(fresh, key)
         for callback in (PrinterCallback, ProgressCallback):

@@ -99,8 +99,10 @@ class ModelSection:
     local_files_only: bool = _key("False allows downloads from the hub.", True)
 
     def __post_init__(self) -> None:
-        both = self.gguf_file is not None and self.init == "random"
-        refuse((both, "Expected model.gguf_file or model.init: random, got both."))
+        refuse(
+            (self.gguf_file is not None and self.init == "random",
+             "Expected model.gguf_file or model.init: random, got both."),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,10 @@ class PreferenceSection:
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = _key("Share of pairs the wrong way round.", 0.0)
 
     def __post_init__(self) -> None:
-        smooth = self.label_smoothing > 0 and self.loss != "sigmoid"
-        refuse((smooth, fail("no label_smoothing with another loss than sigmoid", "preference.loss", self.loss)))
+        expect(
+            self.label_smoothing == 0 or self.loss == "sigmoid", "no label_smoothing with another loss than sigmoid",
+            "preference.loss", self.loss,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpfunc import distributed
-from dpfunc._utils.validation import expect, integer, positive, probability, refuse
+from dpfunc._utils.validation import checked, count, expect, integer, positive, probability, refuse
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record
 from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
@@ -44,6 +44,10 @@ class Writer:
 
 
 @dataclass(frozen=True)
+@checked({
+    "num": count, "max_new_tokens": count, "batch_size": count, "seed": integer, "temperature": positive,
+    "top_p": probability,
+})  # fmt: skip
 class Sampling:
     """Settings for drawing texts: `num` in all, spread evenly over the prompts; `top_p` as in Holtzman et al. 2020."""
 
@@ -53,13 +57,6 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        for name in ("num", "max_new_tokens", "batch_size"):
-            integer(name, getattr(self, name), minimum=1)
-        integer("seed", self.seed)
-        positive("temperature", self.temperature)
-        probability("top_p", self.top_p)
 
 
 def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts: Path | None = None) -> Writer:
@@ -78,12 +75,12 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     )  # fmt: skip
     why = "" if insecure_seed is None else "has a key that anybody can guess (--insecure-seed)"
     spent = _record_of(root, why if job.privacy.dp_enabled else "was trained without privacy", allow_non_private)
-    if spent and prompts and same_file(prompts, trained_on(root)):
-        raise InvalidArgument(
-            f"Expected prompts that are public, got --prompts {prompts}, the table that the model was trained on. Its "
-            "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
-            "one for each class."
-        )
+    refuse(
+        (spent and prompts and same_file(prompts, trained_on(root)),
+         f"Expected prompts that are public, got --prompts {prompts}, the table that the model was trained on. Its "
+         "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
+         "one for each class."),
+    )  # fmt: skip
     processing = load_processing(job)
     with one_line(f"the model that training saved in {str(root / MODEL)!r}"):
         model, _ = load_trained(job, root / MODEL, processing)
@@ -93,11 +90,11 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
 
 def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:
     """The record of a private run; None of one that is not, if that is allowed."""
-    if why_not and not allowed:
-        raise InvalidArgument(
-            f"Expected a private model, but the one in {str(root)!r} {why_not}: its texts may repeat training records. "
-            "Say --allow-non-private if they are only for yourself."
-        )
+    refuse(
+        (why_not and not allowed,
+         f"Expected a private model, but the one in {str(root)!r} {why_not}: its texts may repeat training records. "
+         "Say --allow-non-private if they are only for yourself."),
+    )  # fmt: skip
     try:
         return None if why_not else Record.from_json((root / ACCOUNTING).read_bytes())
     except (OSError, ValueError) as error:
@@ -108,8 +105,7 @@ def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:
     """Prompts, each with fields for its texts' lines: one text, or those of a .txt with one a line, or of a .jsonl."""
-    if prompt is not None and file is not None:
-        raise InvalidArgument("Expected --prompt or --prompts, got both.")
+    refuse((prompt is not None and file is not None, "Expected --prompt or --prompts, got both."))
     if file is None:
         return ({"prompt": prompt or ""},)
     path = Path(file)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
 from dpfunc.features.tables import TableFeatures
 from dpfunc.train._features import Front, load_features
@@ -54,8 +55,7 @@ def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.T
             yield {"row": number}, front.encode(row, f"row {number} of {path.name}")
         return
     files = [path] if path.is_file() else visible_files(path)
-    if not files:
-        raise InvalidArgument(f"Expected images in {str(path)!r}, got none.")
+    refuse((not files, f"Expected images in {str(path)!r}, got none."))
     for file in files:
         try:
             features = front.encode(file)

@@ -26,7 +26,6 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.distributed._object_collectives import all_or_none
-from dpfunc.errors import InvalidArgument
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer._recipes import new_head
@@ -142,9 +141,10 @@ def run_job(
             lambda: prepare(folders.recorded_job(job) if resume else job), ranks, "Nothing was trained"
         )
         records, about = compute_frozen(prepared.job, prepared.model, prepared.records, shows=writes)
-        views = view_lines(prepared.job.privacy.dp_views)
-        said = chat_lines(prepared.job, prepared.processing)
-        lines = [*seen_lines(records), *said, *views, *recipe_lines(prepared.recipe, job.training.missing), *about]
+        lines = [
+            *seen_lines(records), *chat_lines(prepared.job, prepared.processing),
+            *view_lines(prepared.job.privacy.dp_views), *recipe_lines(prepared.recipe, job.training.missing), *about,
+        ]  # fmt: skip
         for line in lines if writes else ():
             say(line)
         prepared = replace(prepared, records=records)
@@ -186,11 +186,11 @@ def _check_loggers(names: Sequence[str]) -> None:
     installed = [*get_available_reporting_integrations(), *(name for name, m in _UNLISTED.items() if find_spec(m))]
     for name in names:
         one_of("report_to", name, sorted(KNOWN), suggestion(name, sorted(KNOWN)))
-        if name not in installed:
-            raise InvalidArgument(
-                f"Expected loggers that are installed, got report_to={name!r}, which is not. Install it, or leave it "
-                f"out. Installed: {', '.join(sorted(installed)) or 'none'}."
-            )
+        refuse(
+            (name not in installed,
+             f"Expected loggers that are installed, got report_to={name!r}, which is not. Install it, or leave it "
+             f"out. Installed: {', '.join(sorted(installed)) or 'none'}."),
+        )  # fmt: skip
 
 
 def loss_of_job(job: Job) -> Loss:
@@ -269,11 +269,11 @@ def _batches_of_twin(job: Job) -> tuple[int, int]:
     ranks = distributed.from_environment(LONGEST_WAIT)
     size = 1 if ranks is None else ranks.size
     share, rest = divmod(job.batch_size, size)
-    if rest:
-        raise InvalidArgument(
-            f"Expected a training.batch_size that {size} processes can share evenly, got {job.batch_size}: "
-            "the twin without privacy has batches of one size."
-        )
+    refuse(
+        (rest,
+         f"Expected a training.batch_size that {size} processes can share evenly, got {job.batch_size}: "
+         "the twin without privacy has batches of one size."),
+    )  # fmt: skip
     at_once = next(count for count in range(min(job.physical_batch_size, share), 0, -1) if share % count == 0)
     return at_once, share // at_once
 

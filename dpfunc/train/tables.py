@@ -78,8 +78,7 @@ def read_table(
         number: _row(row, columns, unit, lists, values, optional, f"in row {number} of {file.name}")
         for number, row in _rows(file, columns)
     }
-    if not found:
-        raise InvalidArgument(f"Expected records in {str(file)!r}, got none.")
+    refuse((not found, f"Expected records in {str(file)!r}, got none."))
     return _table(found, columns, deduplicate)
 
 
@@ -95,11 +94,11 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.suffix == ".parquet" or path.is_dir():
         return _rows_of_arrow(path)
-    if kind not in (".jsonl", ".json", ".csv", ".txt"):
-        raise InvalidArgument(
-            "Expected a .jsonl, .json, .csv or .txt file, or one of them with .gz, a .parquet file or the folder of a "
-            f"data set of Hugging Face, got {str(path)!r}. Write a line for each object, row or text."
-        )
+    refuse(
+        (kind not in (".jsonl", ".json", ".csv", ".txt"),
+         "Expected a .jsonl, .json, .csv or .txt file, or one of them with .gz, a .parquet file or the folder of a "
+         f"data set of Hugging Face, got {str(path)!r}. Write a line for each object, row or text."),
+    )  # fmt: skip
     text = _decoded(path)
     if kind == ".csv":
         return _rows_of_csv(text, columns, path)
@@ -115,16 +114,14 @@ def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
 def _rows_of_arrow(path: Path) -> list[tuple[int, Any]]:
     """The rows of a .parquet file, or of a data set that save_to_disk has written; neither reader is a dependency."""
     package = "datasets" if path.is_dir() else "pyarrow"
-    if find_spec(package) is None:
-        raise InvalidArgument(
-            f"Expected {package} to be installed, to read {str(path)!r}: pip install {package}. Or write the table as "
-            "a .jsonl where it is: datasets.load_from_disk(OLD).to_json(NEW), or pandas.read_parquet(OLD).to_json(NEW, "
-            "orient='records', lines=True)."
-        )
-    if (path / "dataset_dict.json").exists():
-        raise InvalidArgument(
-            f"Expected a data set, got several of them in {str(path)!r}. Name one: {path}/train, e.g."
-        )
+    refuse(
+        (find_spec(package) is None,
+         f"Expected {package} to be installed, to read {str(path)!r}: pip install {package}. Or write the table as a "
+         ".jsonl where it is: datasets.load_from_disk(OLD).to_json(NEW), or pandas.read_parquet(OLD).to_json(NEW, "
+         "orient='records', lines=True)."),
+        ((path / "dataset_dict.json").exists(),
+         f"Expected a data set, got several of them in {str(path)!r}. Name one: {path}/train, e.g."),
+    )  # fmt: skip
     try:
         if path.is_dir():
             rows = list(import_module("datasets").load_from_disk(str(path)))
@@ -152,8 +149,7 @@ def _decoded(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    likely = "UTF-16" if wide else "WINDOWS-1252"
+    likely = "UTF-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "WINDOWS-1252"
     raise InvalidArgument(
         f"Expected a table in UTF-8, got {str(path)!r}, which is not in line {line}. Convert it from the encoding that "
         f"it has; from that of many spreadsheets: iconv -f {likely} -t UTF-8 OLD > NEW."
@@ -219,8 +215,9 @@ def _parsed(text: str, columns: Sequence[str], expected: str) -> Any:
     except json.JSONDecodeError as error:
         reason = error.msg
     except (RecursionError, ValueError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "its values are nested too deeply" if deep else "a number has too many digits"
+        reason = (
+            "its values are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        )
     raise InvalidArgument(f"Expected {expected}, which is none: {reason}.")
 
 
@@ -317,16 +314,19 @@ def json_values(path: Path) -> dict[str, Any]:
 def same_file(one: Path, other: Path) -> bool:
     """True if both are one file, or copies of one; False if either cannot be read."""
     try:
-        alike = one.stat().st_size == other.stat().st_size
-        return one.samefile(other) or (alike and one.read_bytes() == other.read_bytes())
+        return one.samefile(other) or (
+            one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
+        )
     except OSError:
         return False
 
 
 def visible_files(folder: Path) -> list[Path]:
     """The files below a folder, in the order of their names, without those of the system."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if path.name.lower() not in _NO_RECORDS and not path.name.startswith("."))
+    return sorted(
+        path for path in folder.rglob("*")
+        if path.is_file() and path.name.lower() not in _NO_RECORDS and not path.name.startswith(".")
+    )  # fmt: skip
 
 
 def read_images(folder: Path, labels: Sequence[str], label_column: str, *, deduplicate: bool) -> Table:
@@ -336,24 +336,24 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
     """
     there = {path.name for path in folder.glob("*/")}
     lacking, others = sorted({*labels} - there), there - {*labels}
-    if lacking or others:
-        raise InvalidArgument(
-            f"Expected a folder with a folder for each of data.labels ({', '.join(labels)}), and no other, got "
-            f"data.train={str(folder)!r} without {', '.join(lacking) or 'none of them'}, with {len(others)} others. "
-            "Classes are public; one that has no image has an empty folder."
-        )
+    refuse(
+        (lacking or others,
+         f"Expected a folder with a folder for each of data.labels ({', '.join(labels)}), and no other, got "
+         f"data.train={str(folder)!r} without {', '.join(lacking) or 'none of them'}, with {len(others)} others. "
+         "Classes are public; one that has no image has an empty folder."),
+    )  # fmt: skip
     rows: dict[int, Row] = {}
     for label in labels:
         for number, path in enumerate(visible_files(folder / label), start=1):
             place = f"file {number} of the class {label!r}, in the order of names,"
-            if not is_image(path):
-                raise InvalidArgument(
-                    f"Expected images alone in the folders of {str(folder)!r}, whose names end as those of images do, "
-                    f"got another in {place} which would be left out. Rename it, or move it elsewhere."
-                )
+            refuse(
+                (not is_image(path),
+                 f"Expected images alone in the folders of {str(folder)!r}, whose names end as those of images do, "
+                 f"got another in {place} which would be left out. Rename it, or move it elsewhere."),
+            )  # fmt: skip
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-            shown = path.relative_to(folder).as_posix()
-            rows[len(rows) + 1] = {"image": shown, "digest": digest, "place": place, label_column: label}
-    if not rows:
-        raise InvalidArgument(f"Expected images in the folders of {str(folder)!r}, got none.")
+            rows[len(rows) + 1] = {
+                "image": path.relative_to(folder).as_posix(), "digest": digest, "place": place, label_column: label,
+            }  # fmt: skip
+    refuse((not rows, f"Expected images in the folders of {str(folder)!r}, got none."))
     return _table(rows, ("digest", label_column), deduplicate)
