@@ -54,11 +54,8 @@ def _collect(tree: Any, found: list[Any]) -> None:
     kind = type(tree)
     if kind in _LEAVES:
         found.append(tree)
-    elif kind is tuple or kind is list:
-        for part in tree:
-            _collect(part, found)
-    elif kind is dict:
-        for part in tree.values():
+    elif kind in (dict, tuple, list):
+        for part in tree.values() if kind is dict else tree:
             _collect(part, found)
     else:  # containers that others have registered, classes of tensors, any object
         found += pytree.tree_leaves(tree)

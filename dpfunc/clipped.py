@@ -202,8 +202,7 @@ class ClippedGrad:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
         norms_BG = parts.norms(sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks))
-        factors_BG = safe_factors(rule, norms_BG, parts.bounds, mask_B)
-        sums = per_sample.weighted_sum(parts.spread(factors_BG))
+        sums = per_sample.weighted_sum(parts.spread(safe_factors(rule, norms_BG, parts.bounds, mask_B)))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 
 

@@ -210,8 +210,7 @@ def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Ev
     """Events that steps of a run cost. A batch that was not drawn claims no amplification by sampling."""
     if state.drawn:
         return plan.events(start, stop)
-    undrawn = Poisson(plan.sampler.dataset_size, 1.0)
-    return plan.noise.events(plan.run._replace(sampler=undrawn), start, stop)
+    return plan.noise.events(plan.run._replace(sampler=Poisson(plan.sampler.dataset_size, 1.0)), start, stop)
 
 
 def plan_digest(plan: Plan) -> str:

@@ -1,15 +1,17 @@
-"""Objects that are still in use, and errors about exhausted memory, which torch does not tell apart from others.
+"""Objects that are still in use, arrays that are shared, and errors about exhausted memory.
 
 May import: its folder, errors. Trusted: no.
 """
 
 import gc
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 _Kind = TypeVar("_Kind")
+_Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
 
 _WORDS = re.compile(r"out of memory|can't allocate memory|not enough memory|_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
@@ -41,3 +43,9 @@ def refuse_out_of_memory(error: BaseException) -> None:
     """Raise an error about exhausted memory again: another way to compute the same must not hide it."""
     if out_of_memory(error):
         raise error
+
+
+def frozen(values: _Array) -> _Array:
+    """An array that is kept and given to all who ask, so that none of them can write into it."""
+    values.setflags(write=False)
+    return values

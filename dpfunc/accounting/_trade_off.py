@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, non_negative, open_unit, real
+from dpfunc._utils.validation import expect, non_negative, open_unit, unit_interval
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._search import falling_root, least
@@ -167,7 +167,7 @@ class TradeOff:
 
         `m + (1 - m) delta(log(m / (1 - m)))` with m the larger of prior and 1 - prior.
         """
-        share = real("prior", prior, "0 <= prior <= 1", inside=lambda share: 0 <= share <= 1)
+        share = unit_interval("prior", prior)
         sure = max(share, 1 - share)
         return 1.0 if sure == 1 else sure + (1 - sure) * delta_at(self.ledger, math.log(sure / (1 - sure)))
 

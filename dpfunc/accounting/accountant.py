@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, one_of
+from dpfunc._utils.validation import expect, one_of, refuse
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
 from dpfunc.accounting._losses import DIRECTIONS, Atoms, Direction, Fixed, Kind, TiltedUnavailable
 from dpfunc.accounting._pairs import LARGEST_LOSS
@@ -92,7 +92,13 @@ def cached_epsilon(
             "probabilities",
         )  # fmt: skip
     elif method == "gaussian" or (method == "auto" and all_take_part(events)):
-        found = _exactly(events, delta)
+        least = min((event.sampling_prob for event in events), default=1.0)
+        refuse((
+            least < 1,
+            "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
+            f"batches of all records, got sampling_prob={least:g}. Use method 'auto'.",
+        ))  # fmt: skip
+        found = gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
     else:
         # Each allocated epoch also as one release of all records, a better bound for few batches or large losses.
         wholes = (Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
@@ -115,16 +121,6 @@ def largest_loss(events: tuple[Event, ...], adjacency: Adjacency) -> tuple[float
     plain, special = divided(events)
     lost, worst = extremes(special, DIRECTIONS[adjacency])
     return lost, math.inf if plain else worst
-
-
-def _exactly(events: tuple[Event, ...], delta: float) -> _Bound:
-    least = min((event.sampling_prob for event in events), default=1.0)
-    if least < 1:
-        raise InvalidArgument(
-            "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
-            f"batches of all records, got sampling_prob={least:g}. Use method 'auto'."
-        )
-    return gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
 
 
 def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str, fine: bool) -> _Bound:

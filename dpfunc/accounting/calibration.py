@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpfunc._utils.validation import expect, fail, integer, named, open_unit, positive, probability
+from dpfunc._utils.validation import expect, integer, named, open_unit, positive, probability
 from dpfunc.accounting._prv import PRVUnavailable
 from dpfunc.accounting._search import MOST_NOISE, largest_integer, least_scale
 from dpfunc.accounting.accountant import cached_epsilon, check_bound, rough_epsilon
@@ -264,8 +264,10 @@ def remaining(ledger: Ledger, *, epsilon: float, delta: float, event: Event, met
     >>> remaining(spent, epsilon=2.6, delta=1e-5, event=Event(1.0, 5.0, 1)).num_steps
     6
     """
-    if not isinstance(event, Event) or event.num_steps != 1:
-        raise fail("an event of one step", "event", event, "The answer counts steps of this kind.")
+    expect(
+        isinstance(event, Event) and event.num_steps == 1, "an event of one step", "event", event,
+        "The answer counts steps of this kind.",
+    )  # fmt: skip
 
     def ledger_after(steps: int) -> Ledger:
         return ledger.record(replace(event, num_steps=steps)) if steps else ledger

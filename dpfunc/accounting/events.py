@@ -34,8 +34,7 @@ from dpfunc.types import Allocated, Capped, Event
 
 def _largest(name: str, value: object) -> float:
     """An epsilon whose exponential float64 holds."""
-    domain = f"0 <= {name} <= {LARGEST_LOSS:g}"
-    return real(name, value, domain, inside=lambda x: 0 <= x <= LARGEST_LOSS)
+    return real(name, value, f"0 <= {name} <= {LARGEST_LOSS:g}", inside=lambda x: 0 <= x <= LARGEST_LOSS)
 
 
 @dataclass(frozen=True, order=True)
@@ -284,8 +283,7 @@ def from_values(values: object) -> Event:
     kind = KINDS.get(str(values.get("kind", "")))
     if kind is None:
         raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
-    given = {name: value for name, value in values.items() if name != "kind"}
-    given = {**_defaults(kind), **given}
+    given = {**_defaults(kind), **{name: value for name, value in values.items() if name != "kind"}}
     check_fields("an event", given, [each.name for each in fields(kind)])
     try:
         event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})

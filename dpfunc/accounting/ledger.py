@@ -225,6 +225,8 @@ def parsed(text: str | bytes, expected: str, *schemas: str, hint: str = OTHER_VE
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
     found = values.get("schema") if isinstance(values, dict) else type(values).__name__
-    if schemas and found not in schemas:
-        raise fail(f"{expected} with schema {' or '.join(map(repr, schemas))}", "schema", found, hint)
+    expect(
+        not schemas or found in schemas, f"{expected} with schema {' or '.join(map(repr, schemas))}", "schema", found,
+        hint,
+    )  # fmt: skip
     return values

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpfunc._utils.validation import expect, open_unit, positive, real, wrong_type
+from dpfunc._utils.validation import below_one, expect, open_unit, positive, real, refuse, wrong_type
 from dpfunc.accounting._losses import Array
 from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
 from dpfunc.accounting._search import MOST_NOISE, falling_root, least_scale
 from dpfunc.accounting.accountant import Guarantee, renyi_events
 from dpfunc.accounting.ledger import Ledger, compose
-from dpfunc.errors import InvalidArgument, UnreachableBudget
+from dpfunc.errors import UnreachableBudget
 
 SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
 """Names of distributions of the number of runs, and their shapes."""
@@ -79,7 +79,7 @@ class RunCount:
         >>> [RunCount(mean=2.0, shape=math.inf).quantile(u) for u in (0.0, 0.5, 0.999)]
         [0, 2, 8]
         """
-        real("probability", probability, "0 <= probability < 1", inside=lambda share: 0 <= share < 1)
+        below_one("probability", probability)
         poisson, gamma = self.shape == math.inf, self.gamma
         if poisson:
             k, mass = 0, math.exp(-self.mean)
@@ -135,10 +135,10 @@ def selection_epsilon(
     >>> print(f"one run {run.epsilon(1e-5).epsilon:.2f}, a search {search.epsilon:.2f}")
     one run 0.62, a search 1.44
     """
-    if isinstance(one_run, Ledger):
-        raise wrong_type("a list of ledgers of a run", "one_run", one_run, "Pass [ledger].")
-    if not one_run:
-        raise InvalidArgument("Expected at least one ledger of a run, got none.")
+    refuse(
+        (isinstance(one_run, Ledger), wrong_type("a list of ledgers of a run", "one_run", one_run, "Pass [ledger].")),
+        (not one_run, "Expected at least one ledger of a run, got none."),
+    )
     before = Ledger(adjacency=one_run[0].adjacency) if spent is None else spent
     compose(before, *one_run)  # all of one adjacency
     open_unit("delta", delta)

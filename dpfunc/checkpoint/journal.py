@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 from safetensors import SafetensorError
 
 from dpfunc._utils.validation import checked, fail, refuse, wrong_type
-from dpfunc.accounting import Ledger
+from dpfunc.accounting import Ledger, compose
 from dpfunc.accounting.events import OTHER_VERSION, from_values, to_values
 from dpfunc.accounting.ledger import parsed
 from dpfunc.accounting.record import RECORD_FILE, RUN, SELECTION, Record, SelectionRecord, recorded
@@ -313,8 +313,7 @@ def journal_ledger(path: Path | str) -> Ledger:
 
 def steps_ledger(runs: Iterable[Mapping[int, Taken]]) -> Ledger:
     """Ledger of the steps of some runs, at least one, without what they counted before."""
-    ledgers = [Ledger(taken.events, taken.adjacency) for run in runs for taken in run.values()]
-    return ledgers[0].compose(*ledgers[1:])
+    return compose(*(Ledger(taken.events, taken.adjacency) for run in runs for taken in run.values()))
 
 
 def whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:

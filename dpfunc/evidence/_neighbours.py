@@ -387,8 +387,7 @@ def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
     found = [f"step {n}: {what}" for n, (one, two) in pairs for what in _different(one.facts, two.facts)]
     if len(first.releases) != len(other.releases):
         found.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
-    nothing: dict[str, object] = {}
-    *steps, left = zip_longest(first.seen, other.seen, fillvalue=nothing)
+    *steps, left = zip_longest(first.seen, other.seen, fillvalue=dict[str, object]())
     found += [f"step {number - 1}: {what}" for number, pair in enumerate(steps) for what in _different(*pair)]
     known = {_what(one) for one in unsteady}
     return [one for one in [*found, *_different(*left)] if _what(one) not in known]

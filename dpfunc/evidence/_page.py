@@ -66,11 +66,10 @@ def page(values: Mapping[str, Any]) -> str:
 
 def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = None) -> str:
     top = f"<tr><th>{header[0]}</th><th>{header[1]}</th></tr>" if header else ""
-    cells = (
+    body = "".join(
         f"<tr><td>{escape(name)}</td><td{' class=no' if text == _MET[False] else ''}>{escape(text)}</td></tr>"
         for name, text in rows
     )
-    body = "".join(cells)
     return f"<table>{top}{body}</table>" if body else ""
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     text = path.read_bytes() if path.is_file() else b""
     what = f"a result of dpfunc verify or audit (--out) in {str(path)!r}"
     found = unsigned("result of a replay or an audit", parsed(text, what, *_SCHEMAS, hint=""))
-    if wrong := [name for name, same in _belongs(found, values, job) if not same]:
+    if wrong := [name for name, same in _belongs(found, values, job).items() if not same]:
         raise fail(
             "a result that belongs to this run", wrong[0], found[wrong[0]],
             "It is of another plan, job, run or model: verify or audit this one.",
@@ -107,10 +107,11 @@ def entry(found: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any
     return {"kind": kind, **shown, "same_code": shown["source"] in digests["code"]}
 
 
-def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> Iterator[tuple[str, bool]]:
+def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> dict[str, bool]:
     known = [{**event, "num_steps": 1} for row in values["steps"] for event in row["events"]]
-    yield "events", bool(found["events"]) and all(event in known for event in found["events"])
-    yield "adjacency", found["adjacency"] == values["claim"]["adjacency"]
-    yield "source", found["of"] == "script" or (job.is_file() and found["source"] == sha256(job))
-    for name, among in _KNOWN.items():
-        yield name, found.get(name) in (None, *among(values["digests"]))
+    return {
+        "events": bool(found["events"]) and all(event in known for event in found["events"]),
+        "adjacency": found["adjacency"] == values["claim"]["adjacency"],
+        "source": found["of"] == "script" or (job.is_file() and found["source"] == sha256(job)),
+        **{name: found.get(name) in (None, *among(values["digests"])) for name, among in _KNOWN.items()},
+    }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.processes import distributed, local
-from dpfunc._utils.validation import expect, fail, one_of, wrong_type
+from dpfunc._utils.validation import expect, one_of, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise._streams import Leaves, Source, standard_normal
 from dpfunc.noise.gaussian import Draw, additive
@@ -82,12 +82,12 @@ class Correlated:
         Raises:
             InvalidArgument: with what to use instead.
         """
-        if getattr(run.sampler, "participation", None) is None:
-            raise fail(
-                "a sampler that bounds how often a record takes part, with correlated noise", "sampler", run.sampler,
-                "With this one a record can be in all steps, and their noise does not hide that. Use ShuffledOnce, "
-                "InOrder, Shuffled, RandomAllocation, or CyclicPoisson with as many groups as the strategy has bands.",
-            )  # fmt: skip
+        expect(
+            getattr(run.sampler, "participation", None) is not None,
+            "a sampler that bounds how often a record takes part, with correlated noise", "sampler", run.sampler,
+            "With this one a record can be in all steps, and their noise does not hide that. Use ShuffledOnce, "
+            "InOrder, Shuffled, RandomAllocation, or CyclicPoisson with as many groups as the strategy has bands.",
+        )  # fmt: skip
         expect(
             not isinstance(run.noise_multiplier, Schedule), "one noise multiplier for all steps with correlated noise",
             "noise_multiplier", run.noise_multiplier,
@@ -100,12 +100,18 @@ class Correlated:
         """The events of the whole run if step 0 is among the steps, else none."""
         if start > 0 or stop == start:
             return ()
-        return _whole(self.strategy, run)
+        steps, sigma = run.num_steps, _multiplier(run)
+        cycle = getattr(run.sampler, "cycle", 0)
+        participation = getattr(run.sampler, "participation", None)
+        separation, most = (1, steps) if participation is None else participation(steps)
+        if self.strategy.bands is not None and self.strategy.bands <= min(cycle, separation):
+            events: tuple[Event, ...] = run.sampler.events(0, steps, sigma / self.strategy.sensitivity(steps, steps, 1))
+            return events
+        return (Event(1.0, sigma / self.strategy.sensitivity(steps, separation, most), 1),)
 
     def weights(self, run: Run, step: int) -> Sequence[float]:
         """Weights of the standard normals of this step, the one before, .. relative to the sensitivity of the sum."""
-        row = self.strategy.row(run.num_steps, step) * _multiplier(run)
-        return tuple(row.tolist())
+        return tuple((self.strategy.row(run.num_steps, step) * _multiplier(run)).tolist())
 
     def mechanism(self, run: Run) -> Mechanism:
         """The mechanism of all steps: with a state that is a word, or buffers."""
@@ -151,8 +157,10 @@ def _check_values(strategy: Strategy, run: Run) -> None:
     """Refuse values of a strategy, or of a sampler, with which the run has no cost or its noise no numbers."""
     steps = run.num_steps
     participation = run.sampler.participation(steps)
-    if not isinstance(participation, tuple) or len(participation) != 2:
-        raise fail("a pair (separation, participations) from participation(num_steps)", "participation", participation)
+    expect(
+        isinstance(participation, tuple) and len(participation) == 2,
+        "a pair (separation, participations) from participation(num_steps)", "participation", participation,
+    )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
         moved = float(strategy.sensitivity(steps, *participation))
         weights = np.concatenate([strategy.row(steps, step) for step in (0, steps - 1)])
@@ -166,18 +174,6 @@ def _check_values(strategy: Strategy, run: Run) -> None:
         f"In {steps} steps C^-1 grows to {largest:g}. Weights that fall fast enough, as those of optimal_bands and "
         "optimal_buffers, keep it small.",
     )  # fmt: skip
-
-
-def _whole(strategy: Strategy, run: Run) -> tuple[Event, ...]:
-    """Events of all steps of a run."""
-    steps, sigma = run.num_steps, _multiplier(run)
-    cycle = getattr(run.sampler, "cycle", 0)
-    participation = getattr(run.sampler, "participation", None)
-    separation, most = (1, steps) if participation is None else participation(steps)
-    if strategy.bands is not None and strategy.bands <= min(cycle, separation):
-        events: tuple[Event, ...] = run.sampler.events(0, steps, sigma / strategy.sensitivity(steps, steps, 1))
-        return events
-    return (Event(1.0, sigma / strategy.sensitivity(steps, separation, most), 1),)
 
 
 def _add(total: dict[str, Tensor], drawn: dict[str, Tensor], weight: float) -> None:

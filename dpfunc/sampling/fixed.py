@@ -12,20 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dpfunc._utils.memory import frozen
 from dpfunc._utils.validation import checked, count, expect, integer, records
 from dpfunc.rng import Key, check_key
-from dpfunc.sampling.poisson import check_span, generator_of
+from dpfunc.sampling.poisson import begun, generator_of
 from dpfunc.types import Adjacency, Allocated, Capped, Event
-
-
-def _begun(start: int, stop: int, length: int) -> int:
-    first, last = check_span(start, stop)
-    return -(-last // length) - -(-first // length)
 
 
 def _participation(num_steps: int, epoch: int, separation: int) -> tuple[int, int]:
     """One step an epoch, and the separation between those of two epochs."""
-    epochs = _begun(0, integer("num_steps", num_steps, minimum=1), epoch)
+    epochs = begun(0, integer("num_steps", num_steps, minimum=1), epoch)
     return (separation, epochs) if epochs > 1 else (num_steps, 1)
 
 
@@ -66,7 +62,7 @@ class _Epochs(_FixedBatches):
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """The Gaussian mechanism, once for each epoch that starts in start..stop-1."""
-        epochs = _begun(start, stop, self.steps_per_epoch)
+        epochs = begun(start, stop, self.steps_per_epoch)
         return (Event(1.0, noise_multiplier, epochs),) if epochs else ()
 
 
@@ -104,7 +100,7 @@ class FixedSize(_FixedBatches):
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for all steps."""
-        steps = _begun(start, stop, 1)
+        steps = begun(start, stop, 1)
         return (Capped(1.0, noise_multiplier, steps, self.dataset_size, self.batch_size),) if steps else ()
 
 
@@ -238,20 +234,16 @@ class RandomAllocation:
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """An epoch for each one that starts in start..stop-1."""
-        epochs = _begun(start, stop, self.num_batches)
+        epochs = begun(start, stop, self.num_batches)
         return (Allocated(noise_multiplier, epochs, self.num_batches),) if epochs else ()
 
 
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it; with 1e7 records it takes a second to make
 def _permutation(key: Key, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    order_N = generator_of(key, "shuffle", epoch).permutation(size)
-    order_N.setflags(write=False)
-    return order_N
+    return frozen(generator_of(key, "shuffle", epoch).permutation(size))
 
 
 @functools.lru_cache(maxsize=1)  # all steps of an epoch share it
 def _batch_of(key: Key, epoch: int, sampler: RandomAllocation) -> npt.NDArray[np.int64]:
     """The batch of each record; those of more records begin with the same ones."""
-    batch_N = generator_of(key, "allocate", epoch).integers(sampler.num_batches, size=sampler.dataset_size)
-    batch_N.setflags(write=False)
-    return batch_N
+    return frozen(generator_of(key, "allocate", epoch).integers(sampler.num_batches, size=sampler.dataset_size))

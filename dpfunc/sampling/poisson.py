@@ -15,6 +15,7 @@ import scipy
 import torch
 from torch import Tensor
 
+from dpfunc._utils.memory import frozen
 from dpfunc._utils.validation import checked, count, expect, integer, named, probability, records, sampling_prob_of
 from dpfunc.rng import Key, check_key, fold_in, stream
 from dpfunc.types import ADJACENCIES, Adjacency, Capped, Event, Schedule, schedule_at, stretches
@@ -32,6 +33,12 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
     """Check that 0 <= start <= stop, of the steps start..stop-1."""
     first = integer("start", start)
     return first, integer("stop", stop, minimum=first)
+
+
+def begun(start: int, stop: int, length: int) -> int:
+    """How many rounds of a length begin in the steps from start to stop - 1, the first one at step 0."""
+    first, last = check_span(start, stop)
+    return -(-last // length) - -(-first // length)
 
 
 def _sampling_prob(name: str, value: object) -> float | Schedule:
@@ -146,8 +153,7 @@ class CyclicPoisson:
         """The sorted indices of the batch of a step."""
         number = integer("step", step)
         members = np.flatnonzero(_groups(check_key(key), self.dataset_size, self.cycle) == number % self.cycle)
-        drawn = _drawn(key, number, len(members), self.cycle * self.sampling_prob)
-        return torch.from_numpy(members[drawn])
+        return torch.from_numpy(members[_drawn(key, number, len(members), self.cycle * self.sampling_prob)])
 
     def expected_batch_size(self, step: int) -> float:
         """Mean of the number of records, also over the groups: `q n`."""
@@ -160,8 +166,7 @@ class CyclicPoisson:
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """A Poisson sample of the first group for each of its turns."""
-        first, last = check_span(start, stop)
-        turns = -(-last // self.cycle) - -(-first // self.cycle)
+        turns = begun(start, stop, self.cycle)
         return (Event(self.cycle * self.sampling_prob, noise_multiplier, turns),) if turns else ()
 
 
@@ -208,22 +213,18 @@ class CappedPoisson:
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
         """One event for all steps."""
-        first, last = check_span(start, stop)
-        steps = last - first
+        steps = begun(start, stop, 1)
         return (Capped(self.sampling_prob, noise_multiplier, steps, self.dataset_size, self.cap),) if steps else ()
 
 
 @functools.lru_cache(maxsize=1)  # all steps share it
 def _groups(key: Key, size: int, cycle: int) -> npt.NDArray[np.int64]:
     """The group of each record; those of more records begin with the same ones."""
-    group_N = generator_of(key, "group", 0).integers(cycle, size=size)
-    group_N.setflags(write=False)
-    return group_N
+    return frozen(generator_of(key, "group", 0).integers(cycle, size=size))
 
 
 def _drawn(key: Key, step: int, size: int, prob: float) -> npt.NDArray[np.int64]:
-    none = np.zeros(0, np.int64)
-    return np.concatenate([none, *successes(generator_of(key, "sample", step), size, prob)])
+    return np.concatenate([np.zeros(0, np.int64), *successes(generator_of(key, "sample", step), size, prob)])
 
 
 def successes(generator: np.random.Generator, trials: int, prob: float) -> Iterator[npt.NDArray[np.int64]]:

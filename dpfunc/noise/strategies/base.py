@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dpfunc._utils.memory import frozen
 from dpfunc._utils.validation import expect, integer
 
 Array = NDArray[np.float64]
@@ -147,12 +148,6 @@ def inverted(diagonals: tuple[float, ...], num_steps: int) -> Array:
     from scipy.signal import lfilter
 
     return frozen(np.asarray(lfilter([1.0], np.trim_zeros(np.array(diagonals[:num_steps]), "b"), unit(num_steps))))
-
-
-def frozen(values: Array) -> Array:
-    """The same array, made read-only, since a cache keeps it."""
-    values.setflags(write=False)
-    return values
 
 
 def banded_recursion(column: Array) -> Recursion:

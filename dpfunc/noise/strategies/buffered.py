@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from dpfunc._utils.memory import frozen
 from dpfunc._utils.validation import checked, each, expect, integer, one_of, open_unit, positive
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
     Toeplitz,
     check_participation,
-    frozen,
     most_participations,
     repeated,
 )

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from dpfunc._utils.memory import frozen
 from dpfunc._utils.validation import checked, count, integer, optional
 from dpfunc.noise.strategies.base import (
     Array,
     Recursion,
     Toeplitz,
     banded_recursion,
-    frozen,
     inverted,
     padded,
 )
