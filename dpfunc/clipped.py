@@ -89,8 +89,7 @@ class StepClip:
             return clipped
         own = [bound for group, bound in bounds.items() if group not in self.beside]
         sums = {leaf: each.total(unreleased, own, bounds[leaf]) for leaf, each in self.beside.items()}
-        groups = {leaf: leaf for leaf in sums}
-        return replace(clipped, sums={**clipped.sums, **sums}, group_of={**clipped.group_of, **groups})
+        return replace(clipped, sums={**clipped.sums, **sums}, group_of={**clipped.group_of, **{n: n for n in sums}})
 
     def read(self, released: Params, batch_size: float) -> dict[str, dict[str, float | list[float]]]:
         """The means that a step released, from its sums with noise and its expected batch size."""
@@ -112,9 +111,8 @@ class ClippedGrad:
     def at(self, step: int, clip_state: Any) -> StepClip:
         """The clip rule and the statistics of a step, from `StepState.clip_state`."""
         own = of_run(self.clip)
-        rule = own.at(step, clip_state)
         beside = {LEAF: self.telemetry, RULE_LEAF: own.released(clip_state)}
-        return StepClip(rule, {leaf: each for leaf, each in beside.items() if each is not None})
+        return StepClip(own.at(step, clip_state), {leaf: each for leaf, each in beside.items() if each is not None})
 
     def deviations(self, params: Params, clip: StepClip, deviation: float, allocation: Allocation) -> dict[str, float]:
         """Standard deviation of the noise in the sum of each parameter; `deviation` is relative to the sensitivity."""

@@ -106,8 +106,7 @@ def release_counts(
         values, bound=1.0, noise_multiplier=noise_multiplier, dataset_size=dataset_size, delta=delta, key=key,
         ledger=ledger, epsilon=epsilon, journal=journal, adjacency=adjacency,
     )  # fmt: skip
-    counts = mean.mean.reshape(tuple(shape)) * dataset_size
-    return ReleasedCounts(counts, mean.std * dataset_size, mean.ledger)
+    return ReleasedCounts(mean.mean.reshape(tuple(shape)) * dataset_size, mean.std * dataset_size, mean.ledger)
 
 
 def shares(released: ReleasedCounts) -> Shares:

@@ -445,10 +445,12 @@ class Plan:
 
         check_same_data(described, ranks)
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        steps = Once(state.step, state.limit)
         return data_loader(
             dataset,
-            Draws(self.sampler, state.key, steps, len(_steps_left(state)), *place, state.num_records, views),
+            Draws(
+                self.sampler, state.key, Once(state.step, state.limit), len(_steps_left(state)), *place,
+                state.num_records, views,
+            ),
             Collate(collate, views=views),
             num_workers=num_workers, pin_memory=pin_memory, prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers, timeout=timeout, worker_init_fn=worker_init_fn,

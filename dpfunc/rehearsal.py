@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dpfunc._utils.validation import expect, integer, named, shorten
+from dpfunc._utils.validation import expect, integer, named, refuse, shorten
 from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import DPFuncError, InvalidArgument
@@ -148,7 +148,9 @@ def _check_same(written: Params, found: Mapping[str, Tensor]) -> None:
         for name, value in written.items()
         if not torch.equal(value.cpu(), found.get(name, zero).detach().cpu().to(value.dtype))
     ]
-    if lost:
-        raise InvalidArgument(
-            f"Expected parameters that are read back as they were written, got others for {shorten(lost)}. {_NOTHING}"
+    refuse(
+        (
+            lost,
+            f"Expected parameters that are read back as they were written, got others for {shorten(lost)}. {_NOTHING}",
         )
+    )

@@ -126,8 +126,9 @@ def insecure_key(seed: int) -> Key:
     >>> insecure_key(1) == insecure_key(1 + 2**32)
     False
     """
-    number = integer("seed", seed)
-    return Key(hashlib.blake2b(f"insecure:{number}".encode(), digest_size=_KEY_BYTES).digest(), guessable=True)
+    return Key(
+        hashlib.blake2b(f"insecure:{integer('seed', seed)}".encode(), digest_size=_KEY_BYTES).digest(), guessable=True
+    )
 
 
 def fold_in(key: Key, *parts: int | str) -> Key:

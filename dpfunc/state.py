@@ -303,17 +303,6 @@ def check_own_plan(state: StepState, digest_of_plan: str) -> None:
         )
 
 
-def check_new_journal(journal: object, plan: Plan) -> None:
-    """Check that a journal, if there is one, can write down the steps of a plan."""
-    refuse(
-        (journal is not None and not callable(journal),
-         f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."),
-        (getattr(journal, "plan", plan) != plan,
-         "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
-         "Journal(path, plan); phases on the same records may share the path."),
-    )  # fmt: skip
-
-
 def check_journal(state: StepState, journal: object) -> None:
     """Check that a resumed run writes on in the journal that it was resumed with, which a second resumption reads."""
     file = getattr(journal, "file", None)

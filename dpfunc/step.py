@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.validation import fail, named, one_of, wrong_type
+from dpfunc._utils.validation import fail, named, one_of, refuse, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import (
@@ -332,7 +332,13 @@ def make_dp_step(
     one_of("unit", unit, ("gradient", "clip_norm"))
     one_of("noise_source", noise_source, ("secure", "device"))
     check_ranks(ranks, microbatch_size)
-    states.check_new_journal(journal, plan)
+    refuse(
+        (journal is not None and not callable(journal),
+         f"Expected journal to be dpfunc.Journal(path, plan), or a function of the next state, got {journal!r}."),
+        (getattr(journal, "plan", plan) != plan,
+         "Expected the journal of this plan, got one of another plan: it would write down other costs. Use "
+         "Journal(path, plan); phases on the same records may share the path."),
+    )  # fmt: skip
     prepared = make_clipped_grad(
         loss_fn,
         plan.clip,

@@ -121,8 +121,7 @@ def mean_loss(q: float, s: float, direction: Direction, low: float, high: float)
         return (low + high) / 2
     panels = max(1, math.ceil((right - left) / (min(s, 2 * s * s) / 2)))  # analytic within pi s^2 of the real line
     nodes, weights = np.polynomial.legendre.leggauss(16)
-    half = (right - left) / panels / 2
-    x = left + half * (2 * np.arange(panels)[:, None] + 1 + nodes)
+    x = left + (right - left) / panels / 2 * (2 * np.arange(panels)[:, None] + 1 + nodes)
     log_p, log_q = log_ratios(q, s, x, direction)
     density = np.exp(log_p - (x / s) ** 2 / 2) * weights
     return float(np.sum((log_p - log_q) * density) / np.sum(density))

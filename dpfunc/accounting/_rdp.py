@@ -39,8 +39,7 @@ def rdp_epsilon(
 
 def converted(curve: Array, orders: tuple[float, ...], delta: float) -> float:
     a = np.array(orders)
-    bounds = curve + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1)
-    return max(0.0, float(np.min(bounds)))
+    return max(0.0, float(np.min(curve + np.log1p(-1 / a) - (np.log(delta) + np.log(a)) / (a - 1))))
 
 
 def loss_tail(events: Iterable[Event], adjacency: Adjacency, prob: float, orders: tuple[float, ...] = ORDERS) -> float:

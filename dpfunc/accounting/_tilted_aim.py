@@ -61,8 +61,7 @@ def sampled_losses(
     # beyond so many standard deviations a step has mass below its share of what is negligible
     reach = np.maximum(9.5, -ndtri(TINY * delta / steps / len(chosen) / 2))
     low, high = -9.5 * sigma, reach * sigma + MEANS[direction][0]
-    step = np.minimum(sigma / 12, sigma * sigma / 1.5)
-    points = int(np.clip(np.max((high - low) / step), 200, 3000))
+    points = int(np.clip(np.max((high - low) / np.minimum(sigma / 12, sigma * sigma / 1.5)), 200, 3000))
     x = low[:, None] + (high - low)[:, None] * np.linspace(0.0, 1.0, points)
     log_p, log_q = log_ratios(q[:, None], sigma[:, None], x, direction)
     log_normal = -((x / sigma[:, None]) ** 2) / 2 - np.log(sigma[:, None] * math.sqrt(2 * math.pi))

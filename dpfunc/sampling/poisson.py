@@ -138,9 +138,8 @@ class CyclicPoisson:
     cycle: int
 
     def __post_init__(self) -> None:
-        most = 1 / self.cycle
         expect(
-            self.cycle * self.sampling_prob <= 1, f"sampling_prob <= 1 / cycle = {most:g}",
+            self.cycle * self.sampling_prob <= 1, f"sampling_prob <= 1 / cycle = {1 / self.cycle:g}",
             "sampling_prob", self.sampling_prob, "Or fewer groups.",
         )  # fmt: skip
 

@@ -108,8 +108,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
     rows = _rows_by_person(persons)
     kept = [own if len(own) <= cap else _chosen(own, cap, key, person) for person, own in rows.items()]
     index, mask_PK = _filled(kept, cap)
-    dropped = len(persons) - int(mask_PK.sum())
-    return Persons(torch.tensor(index, dtype=torch.int64).reshape(-1, cap), mask_PK, dropped)
+    return Persons(torch.tensor(index, dtype=torch.int64).reshape(-1, cap), mask_PK, len(persons) - int(mask_PK.sum()))
 
 
 def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tensor]:

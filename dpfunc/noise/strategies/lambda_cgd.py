@@ -67,8 +67,7 @@ class LambdaCGD:
         logs = steps * math.log(self.decay) + np.log(-np.expm1(2 * left * math.log(self.decay))) / 2
         # the sum over s < t of the ratio of t and s
         before = np.logaddexp.accumulate(-logs)
-        total = count + 2 * np.exp(logs[1:] + before[:-1]).sum()
-        return float(np.sqrt(total))
+        return float(np.sqrt(count + 2 * np.exp(logs[1:] + before[:-1]).sum()))
 
     def recursion(self, num_steps: int) -> Recursion | None:
         """None: `row` has two weights."""
