@@ -32,6 +32,8 @@ _KINDS = {
     "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
     "vqa": ("AutoModelForImageTextToText", None),
 }
+# The factor of an adapter that PEFT draws at random; the other one begins at zero. Of embeddings it is the second.
+_DRAWN = (".lora_A.", ".lora_embedding_B.")
 
 
 @contextmanager
@@ -206,9 +208,15 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
     highest = range(total - (lora.top_layers or 0), total)
     refuse((highest.start < 0, f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}."))
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
-        return cast(nn.Module, get_peft_model(model, LoraConfig(
+        adapted = cast(nn.Module, get_peft_model(model, LoraConfig(
             task_type=_KINDS[job.task][1], r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(lora),
-            lora_dropout=lora.dropout, use_rslora=lora.rslora, layers_to_transform=list(highest) or None,
+            lora_dropout=lora.dropout, use_rslora=lora.rslora, use_dora=lora.method == "dora",
+            layers_to_transform=list(highest) or None,
             modules_to_save=lora.modules_to_save and list(lora.modules_to_save),
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         )))  # fmt: skip
+    if lora.method == "ffa":
+        for name, parameter in adapted.named_parameters():
+            if any(part in name for part in _DRAWN):
+                parameter.requires_grad_(False)
+    return adapted

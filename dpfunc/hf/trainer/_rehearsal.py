@@ -161,7 +161,6 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
     gives, not what it trains: read back it is another model, which a resumed run alone gets from elsewhere.
     """
     before = {name: param.detach().clone() for name, param in params.items()}
-    trained = {param: param.requires_grad for param in trainer.model.parameters()}
     try:
         trainer._load_from_checkpoint(str(folder), trainer.model)
     except FAILURES as error:
@@ -175,8 +174,6 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
         with torch.no_grad():
             for name, value in before.items():
                 params[name].copy_(value)
-        for param, requires_grad in trained.items():  # PEFT trains all of an adapter that it has read
-            param.requires_grad_(requires_grad)
     if not reason:
         return None
     message = f"Expected weights that are read back as they were written, got {reason}."

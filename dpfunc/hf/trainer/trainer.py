@@ -670,9 +670,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`, but for a sharded model, whose parts are read when the run begins."""
-        if self._division is None:
+        """As in `Trainer`, but for a sharded model, whose parts are read when the run begins.
+
+        What was frozen stays frozen: PEFT trains all of an adapter that it has read.
+        """
+        if self._division is not None:
+            return
+        trained = {param: param.requires_grad for param in self.model.parameters()}
+        try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        finally:
+            for param, requires_grad in trained.items():
+                param.requires_grad_(requires_grad)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""

@@ -151,6 +151,38 @@ def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
     assert second.ledger == whole.ledger
 
 
+def test_L21_what_was_frozen_stays_frozen(tmp_path):
+    """FFA-LoRA: when PEFT reads an adapter with a name of its own, it lets all of it require gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    def model():
+        settings = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        base = cases.language_model()
+        torch.manual_seed(5)
+        made = get_peft_model(base, settings, adapter_name="mine")
+        for name, parameter in made.named_parameters():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
+        return made
+
+    def start(folder, **options):
+        return cases.private(
+            model(), folder, data=cases.texts(), data_collator=cases.pad, changes={**CHANGES, "max_steps": 5}, **options
+        )
+
+    key = dpfunc.rng.insecure_key(14)
+    whole = start(tmp_path / "whole", key=key)
+    whole.train()
+    start(tmp_path / "parts", key=key, callbacks=[cases.stop(4)]).train()
+    second = start(tmp_path / "parts")
+    second.train(resume_from_checkpoint=True)
+    assert [name for name in cases.trained(second.model) if "lora_B" not in name] == []
+    before, after = model().state_dict(), second.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {*cases.trained(second.model)}
+    assert cases.same(cases.trained(second.model), cases.trained(whole.model))
+
+
 def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
     trainer = interrupted(tmp_path, 5, key=KEY)
     assert json.loads((tmp_path / ACCOUNTING).read_text())["global_step"] == 5
