@@ -152,8 +152,8 @@ def test_what_is_required_is_what_is_imported():
     outer = {"yaml": "pyyaml", "PIL": "pillow"}
     packages = {outer.get(name, name) for name in imported} - set(sys.stdlib_module_names) - {"dpfunc"}
     assert required <= packages
-    # tokenizers comes with transformers; the others are for pictures only
-    assert packages - required - extra == {"matplotlib", "pillow", "tokenizers"}
+    # tokenizers comes with transformers, jinja2 with torch; the others are for pictures only
+    assert packages - required - extra == {"jinja2", "matplotlib", "pillow", "tokenizers"}
 
 
 def test_citation_is_of_this_version():

@@ -43,7 +43,7 @@ print(all(name in globals() for name in dpfunc.__all__))
 for name in {modules}:  # without an import of their own
     eval(name)
 """
-    assert python(code).splitlines() == ["[] False False []", "False", "True replay save", "True"]
+    assert python(code).splitlines() == ["[] False False []", "False", "True allow_repeat save", "True"]
 
 
 def test_the_lists_of_public_names_agree():
