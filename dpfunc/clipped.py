@@ -111,8 +111,9 @@ class ClippedGrad:
     def at(self, step: int, clip_state: Any) -> StepClip:
         """The clip rule and the statistics of a step, from `StepState.clip_state`."""
         own = of_run(self.clip)
+        rule = own.at(step, clip_state)  # which refuses a state that is not there
         beside = {LEAF: self.telemetry, RULE_LEAF: own.released(clip_state)}
-        return StepClip(own.at(step, clip_state), {leaf: each for leaf, each in beside.items() if each is not None})
+        return StepClip(rule, {leaf: each for leaf, each in beside.items() if each is not None})
 
     def deviations(self, params: Params, clip: StepClip, deviation: float, allocation: Allocation) -> dict[str, float]:
         """Standard deviation of the noise in the sum of each parameter; `deviation` is relative to the sensitivity."""
@@ -200,7 +201,8 @@ class ClippedGrad:
         """The algorithm: norms, factors, and the sum by factors."""
         sq_norms = per_sample.sq_norms()
         norms_BG = parts.norms(sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks))
-        sums = per_sample.weighted_sum(parts.spread(safe_factors(rule, norms_BG, parts.bounds, mask_B)))
+        factors_BG = safe_factors(rule, norms_BG, parts.bounds, mask_B)
+        sums = per_sample.weighted_sum(parts.spread(factors_BG))
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 
 
