@@ -75,7 +75,9 @@ def steps_of(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
         "plain": plain(whole).step,
         "dp_step": step,
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
-        "handshake": lambda: agree(summarize(step=0, batch=batch, params=params, run="", ranks=ranks), ranks),
+        "handshake": lambda: agree(
+            summarize(step=0, batch=batch, params=params, run="", prepared="", ranks=ranks), ranks
+        ),
         "all-reduce": lambda: sum_over(ranks, sums, params),
         "noise": lambda: add_share(clipped, share, Turn(0, dpfunc.rng.insecure_key(0), dpfunc.rng.insecure_key)),
         "checksum": lambda: checksum(sums.items()),
