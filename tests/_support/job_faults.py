@@ -48,6 +48,7 @@ def _seeing(then):
             trainer.seen_norms = result.unreleased.norms_BG
             return result
 
+        keeping.clipped_grad = inner.clipped_grad  # which the Trainer asks for its loss
         trainer._run = dataclasses.replace(trainer._run, dp_step=keeping)
         loss = _step(trainer, model, inputs, *rest)
         trainer._run = dataclasses.replace(trainer._run, dp_step=inner)
