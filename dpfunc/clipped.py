@@ -128,7 +128,7 @@ class ClippedGrad:
         return Microbatches(self.loss_fn, self.engine, self.microbatch_size)
 
     def prepared(self, params: Params, batch: Batch) -> str:
-        """What the engine has learnt of the loss for rows of this shape, as text: the same in each process.
+        """Facts that the engine has learnt of the loss for rows of this shape, as text: the same in each process.
 
         It is empty where the loss, or the preparation, communicates: what differs there ends the pass; and where no
         made-up row could be computed.
@@ -136,8 +136,7 @@ class ClippedGrad:
         if self.ranks is None or not self.ranks.independent or any(map(is_dtensor, params.values())):
             return ""
         with _TURN, process_context("independent"):
-            found = self._microbatches.prepare(params, batch)
-        return repr(found) if getattr(found, "uses", None) else ""
+            return getattr(self._microbatches.prepare(params, batch), "facts", "")
 
     def __call__(
         self, params: Params, batch: Batch, *,

@@ -9,6 +9,7 @@ to the loop for that batch, and is not remembered.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from dpfunc.engines._levels import FirstRead, NeedsLoop
 from dpfunc.engines._per_sample import Kept
@@ -35,10 +36,17 @@ class PreparedLoss:
     settings: Settings
     reads: str = ""
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    together: frozenset[str] = field(default=frozenset(), repr=False)  # whose order differs between processes
+    together: frozenset[str] = frozenset()
     alone: str = ""
     unused: tuple[str, ...] = ()
     known: dict[object, ParameterUse] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def facts(self) -> str:
+        """All facts as text, which is the same in each process; empty if no made-up row could be computed."""
+        settings = self.settings.rules, self.settings.own_memory, self.settings.plain_functions  # not their reason
+        found = settings, self.reads, self.uses, sorted(self.together), self.alone, self.unused
+        return repr(found) if self.uses else ""
 
 
 def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:

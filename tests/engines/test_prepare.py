@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import microbatches
+from dpfunc.engines._row_pass import Settings
+from dpfunc.engines.prepare import PreparedLoss
 from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
@@ -292,3 +295,14 @@ def test_made_up_rows_leave_random_numbers_warnings_and_parameters_alone():
         prepared(loss_fn)
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert torch.equal(PARAMS["v"], drawn(5))
+
+
+def test_facts_are_the_same_text_whatever_an_error_said():
+    """Words of an error may have addresses of this process; sets have an order of their own."""
+    one, other = (
+        PreparedLoss(Settings(False, since=f"<object at {place}>"), uses={"w": ("mul",)}, together=frozenset(names))
+        for place, names in (("0x1", ("w", "v", "u")), ("0x2", ("u", "v", "w")))
+    )
+    assert one.facts == other.facts != ""
+    assert one.facts != replace(one, reads="item").facts
+    assert PreparedLoss(Settings()).facts == ""
