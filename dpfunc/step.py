@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,22 +116,14 @@ class DPStep:
             num_records = state.num_records or self.plan.sampler.dataset_size
             warn_of_unused(getattr(self.decision, "unused", ()))
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
-        released, noise_state = (
-            self._mechanism.add(clipped, state.noise_state, states.turn_of(state))
-            if self.ranks is None
-            else release(
-                self.ranks, self._mechanism, clipped, clip.with_leaves(params), state.noise_state, states.turn_of(state)
-            )
-        )
+        released, noise_state = self._add_noise(clipped, params, state, clip)
         statistics = clip.read(released, self.plan.sampler.expected_batch_size(state.step))
         after = states.next_state(self.plan, state, noise_state)._replace(
             telemetry=statistics.get(LEAF),
             clip_state=of_run(self.plan.clip).next(state.clip_state, statistics.get(RULE_LEAF)),
         )
         self._record(released, state, after, params, unreleased)
-        size = self._divisor(state.step, clip)  # after the noise, which fits the undivided sum
-        grads = {name: (value / size).to(params[name].dtype) for name, value in released.items() if name in params}
-        return StepResult(grads, after, unreleased)
+        return StepResult(self._divide(released, params, state.step, clip), after, unreleased)
 
     def _check(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
         """Check everything before anything is spent, on all processes; numbers that are not finite: see `_record`."""
@@ -208,6 +200,16 @@ class DPStep:
             batch, mask_B = padded(rows, self.ranks)
             return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True, clip=clip)
 
+    def _add_noise(
+        self, clipped: ClippedSum, params: Params, state: StepState, clip: StepClip
+    ) -> tuple[dict[str, Tensor], Any]:
+        mechanism, turn = self._mechanism, states.turn_of(state)
+        return (
+            mechanism.add(clipped, state.noise_state, turn)
+            if self.ranks is None
+            else release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, turn)
+        )
+
     @cached_property
     def _mechanism(self) -> Mechanism:
         return self.plan.noise.mechanism(self.plan.run._replace(source=self.noise_source))
@@ -232,6 +234,10 @@ class DPStep:
                     self.journal(after._replace(released=((state.step, digest),)))
             states.mark_released(after, digest)
         self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
+
+    def _divide(self, released: dict[str, Tensor], params: Params, step: int, clip: StepClip) -> dict[str, Tensor]:
+        size = self._divisor(step, clip)  # after the noise, which fits the undivided sum
+        return {name: (value / size).to(params[name].dtype) for name, value in released.items() if name in params}
 
     def _divisor(self, step: int, clip: StepClip) -> float:
         # the expected size, never the drawn one, which is private
