@@ -213,15 +213,13 @@ def _refuse_strangers(history: History, state: StepState, plan: Plan) -> None:
     if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
         own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
         strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
-    refuse((
-        strangers,
-        CheckpointError(
+    if strangers:
+        raise CheckpointError(
             f"The journal has another run that began after this one ({shorten(strangers)}), and resumed.jsonl does not "
             "say that it continues it. If notes were lost, restore them. If it is a run of its own, what it cost is "
             "not in this ledger: give each run a journal and a folder of its own, or pass "
             'later_runs="ignore" and count both.'
-        ),
-    ))  # fmt: skip
+        )
 
 
 def _refuse_continued(history: History) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.budget import Budget, BudgetEntry
 from dpfunc.checkpoint.journal import read_spent
@@ -124,10 +123,8 @@ def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | 
 
     Example: dpfunc budget settle mails.db scan runs/scan/privacy_journal.jsonl
     """
-    refuse(
-        ((spent is None) != unused,
-         click.UsageError("Expected either SPENT, the folder or the journal of the run, or --unused.")),
-    )  # fmt: skip
+    if (spent is None) != unused:
+        raise click.UsageError("Expected either SPENT, the folder or the journal of the run, or --unused.")
     there = Budget(url, run, spender)
     facts = there.account().facts
     place = nullcontext() if spent is None else only_process(spent if spent.is_dir() else spent.parent)

@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 import click
 
-from dpfunc._utils.validation import refuse
 from dpfunc.cli._output import json_option, print_checks, print_line
 from dpfunc.cli._train import check_new, importing, seed_option
 
@@ -41,13 +40,11 @@ def certify(
 
     Example: dpfunc certify runs/mails
     """
-    refuse(
-        (any((public_key, model, run is None) if checked is None else (run, out, private_key, evidence, beside)),
-         click.UsageError(
-             "Expected either RUN, to make a certificate, perhaps with --out, --sign, --evidence and --beside; or "
-             "--check FILE, perhaps with --public-key and --model."
-         )),
-    )  # fmt: skip
+    if any((public_key, model, run is None) if checked is None else (run, out, private_key, evidence, beside)):
+        raise click.UsageError(
+            "Expected either RUN, to make a certificate, perhaps with --out, --sign, --evidence and --beside; or "
+            "--check FILE, perhaps with --public-key and --model."
+        )
     from dpfunc.evidence import certificate
 
     if checked is not None:

@@ -60,12 +60,10 @@ class _Source:
         """The cost, computed again, never by the method that a file names. That of a search is counted by rdp alone."""
         if not isinstance(self.record, SelectionRecord):
             return accounting.epsilon(self.ledger, delta, method)
-        refuse(
-            (method not in ("auto", "rdp"),
-             click.UsageError(
-                 f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
-             )),
-        )  # fmt: skip
+        if method not in ("auto", "rdp"):
+            raise click.UsageError(
+                f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
+            )
         return self.record.guarantee(delta)
 
 
@@ -133,10 +131,8 @@ def _show_ledger(path: Path, delta: float | None, method: str | None, as_json: b
 
 def _given(source: _Source, name: str, value: float | None) -> float:
     """The value of an option, or else that of the record."""
-    refuse(
-        (value is None and source.record is None,
-         click.UsageError(f"Missing option '--{name}' / '-{name[0]}'. {str(source.path)!r} {_MISSING[name]}")),
-    )  # fmt: skip
+    if value is None and source.record is None:
+        raise click.UsageError(f"Missing option '--{name}' / '-{name[0]}'. {str(source.path)!r} {_MISSING[name]}")
     return float(getattr(source.record, name)) if value is None else value
 
 

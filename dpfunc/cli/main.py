@@ -117,10 +117,8 @@ def epsilon(
 
     Example: dpfunc epsilon -n 60000 -b 256 --epochs 60 --sigma 1.1 --delta 1e-5
     """
-    refuse(
-        (sigma == 0,
-         click.BadParameter("0 is no noise: epsilon is infinite. Expected sigma > 0.", param_hint="'--sigma'")),
-    )  # fmt: skip
+    if sigma == 0:
+        raise click.BadParameter("0 is no noise: epsilon is infinite. Expected sigma > 0.", param_hint="'--sigma'")
     cost, run = _cost(q, sigma, steps, delta, adjacency, method)
     return "What the run costs", {**cost, **run}
 
