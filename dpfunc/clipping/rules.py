@@ -232,7 +232,7 @@ class Stateless:
     share = 0.0
 
     def initial(self, group_names: tuple[str, ...]) -> Any:
-        """The state None."""
+        """None, the state of a rule that has none."""
 
     def released(self, state: Any) -> None:
         """None: no statistics are released."""

@@ -61,7 +61,7 @@ class RowEngine(Protocol):
         """Gradients of rows at these positions of a batch, of which random numbers of a row are a function."""
 
     def decision(self, loss_fn: LossFn) -> Any:
-        """How the rows of the last batch were computed, and why; None before the first batch."""
+        """The way in which the rows of the last batch were computed, and its reason; None before the first batch."""
 
 
 @dataclass

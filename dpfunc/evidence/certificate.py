@@ -230,7 +230,7 @@ def ledger_of(values: Mapping[str, Any]) -> Ledger:
 
 
 class _Part(NamedTuple):
-    """What the folder of a run holds: record, steps, and digests of its files."""
+    """Record and steps of a run, and digests of its files, from its folder."""
 
     record: Record
     runs: dict[str, dict[int, Taken]]

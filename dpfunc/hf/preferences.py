@@ -70,7 +70,9 @@ class Preference:
 
 
 def margins(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
-    """How much more each chosen answer has gained than the rejected one: delta of `dpfunc.hf.losses.preference`, (B,).
+    """Log-probability gained by each chosen answer minus that of the rejected one, (B,).
+
+    It is delta of `dpfunc.hf.losses.preference`.
 
     Args:
         forward, params: the model, from `dpfunc.functionalize`. batch: as for `Preference`.
@@ -110,7 +112,9 @@ def log_probabilities(forward: AnyForward, params: Params, batch: Mapping[str, T
 
 
 def reference_log_probabilities(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """What the reference model says of pairs, (B, 2): computed once before training, and kept in their rows.
+    """Log-probabilities of both answers by the reference model, (B, 2), for the rows of the pairs.
+
+    They are computed once, before training.
 
     Call it with the model before its first step: a new adapter of LoRA adds nothing yet. Where the adapter has been
     trained before and the model below it is to be the reference, switch it off:

@@ -36,7 +36,7 @@ def check_span(start: int, stop: int) -> tuple[int, int]:
 
 
 def begun(start: int, stop: int, length: int) -> int:
-    """How many rounds of a length begin in the steps from start to stop - 1, the first one at step 0."""
+    """Number of rounds of this length that begin in the steps start .. stop - 1; the first one begins at step 0."""
     first, last = check_span(start, stop)
     return -(-last // length) - -(-first // length)
 

@@ -267,7 +267,7 @@ def without_words(loss_fn: LossFn, params: Params, batch: Batch) -> Iterator[Non
 
 
 def _told(loss_fn: LossFn, params: Params, row: Batch) -> object:
-    """What the loss of one row raises; of none that raises nothing the same is returned."""
+    """Kind and words of the error that the loss of one row raises; without one an object that equals no other."""
     try:
         loss_fn(params, row)
     except FAILURES as error:
