@@ -48,7 +48,7 @@ def here(folder, monkeypatch):
     return folder[0]
 
 
-def test_T9_T12_what_a_run_says_and_leaves(folder, here):
+def test_what_a_run_says_and_leaves(folder, here):
     for text in (
         "Spent: epsilon=7.99", "at delta=0.001 (tilted; rdp says", "Saved: run/model",
         "Not covered by epsilon: metrics on the evaluation records, a choice between runs",
@@ -80,7 +80,7 @@ def test_json_is_all_that_stdout_has(here, flags):
         assert "epsilon" in run("ledger", "show", "json").stdout
 
 
-def test_T15_the_twin_has_a_folder_of_its_own(here):
+def test_the_twin_has_a_folder_of_its_own(here):
     result = train("--no-dp")
     assert result.exit_code == 0, result.output
     assert "epsilon=inf. This is the twin without privacy" in result.stdout
@@ -159,7 +159,7 @@ def blocks(kind):
 
 
 @pytest.mark.slow
-def test_T12_T13_commands_of_the_guide_work(tmp_path, monkeypatch):
+def test_commands_of_the_guide_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_job(tmp_path)  # for its tokenizer and its configuration
     job = read_job("job.yaml")

@@ -193,7 +193,7 @@ def test_convergence(quantile, first):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("microbatch_size", [None, 1, 5])
 def test_engines_agree(engine, microbatch_size):
-    """Museum 2: the bound moves once a step, by the records of all microbatches, and a step without records is one."""
+    """The bound moves once a step, by the records of all microbatches, and a step without records is one."""
     plan = plan_of(Adaptive(0.5, groups=GROUPINGS["layer"]), sampler=sampling.Poisson(N, 0.04), num_steps=8)
     batch = as_batch(random_rows(1, N))
     expected = list(steps_of(plan, batch, engine="loop"))
@@ -221,7 +221,7 @@ def test_the_cost_is_that_of_a_bound_that_stays():
 
 @pytest.mark.parametrize("correlated", [False, True])
 def test_a_resumed_run_has_its_bounds(correlated, tmp_path):
-    """Museum 3: bound and noise of the next step are those of the run, bit for bit, with a schedule of noise too."""
+    """Bound and noise of the next step are those of the run, bit for bit, with a schedule of noise too."""
     made = Correlated() if correlated else noise.Gaussian()
     noises = 2.0 if correlated else dpfunc.types.Schedule(((2, 2.0), (2, 1.0)))
     plan = plan_of(

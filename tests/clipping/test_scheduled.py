@@ -42,7 +42,7 @@ def steps_of(plan, batch, **options):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rule", [clipping.Flat(1.0), clipping.auto_v(1.0, GROUPINGS["layer"]), BODY], ids=repr)
 def test_noise_follows_the_bound(engine, rule):
-    """Museum 1: in each step both are those of a run whose bound never was another one; the ledger too."""
+    """In each step both are those of a run whose bound never was another one; the ledger too."""
     batch = as_batch(random_rows(0, 4, 1e3))
     short = {name: 1e-13 * value for name, value in batch.items()}
     for rows in (batch, short):

@@ -49,7 +49,7 @@ def finished(table, tmp_path_factory):
     return json.loads(path.read_text()), result.output
 
 
-def test_T7_both_units_are_reported_side_by_side(finished):
+def test_both_units_are_reported_side_by_side(finished):
     """Author level is the same for everybody, and sample level is not."""
     values, output = finished
     by_mail, by_author = values["results"]

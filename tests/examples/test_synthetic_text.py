@@ -29,7 +29,7 @@ def example():
 
 
 @pytest.mark.slow
-def test_T11_synthetic_text_trains_a_classifier(example, tmp_path):
+def test_synthetic_text_trains_a_classifier(example, tmp_path):
     run, _ = example
     out = tmp_path / "out"
     result = CliRunner().invoke(run.main, ["--short", "--out", str(out)])

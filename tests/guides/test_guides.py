@@ -168,7 +168,7 @@ def test_loop(here, capsys):
 
 
 def test_peft(here, capsys):
-    """L7, K6: the own loop, saving, several adapters, prefix tuning, checkpointing; with a tiny model."""
+    """The own loop, saving, several adapters, prefix tuning, checkpointing; with a tiny model."""
     write_model(here / "model")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable. is deprecated")  # PEFT calls it

@@ -1,4 +1,4 @@
-"""docs/guides/llava.md: every command and every block runs, in order, and the numbers beside them are theirs (row L20)."""
+"""docs/guides/llava.md: every command and every block runs, in order, and the numbers beside them are theirs."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def block_with(outputs, text):
 
 
 @pytest.mark.slow
-def test_L20_the_whole_guide_runs(outputs):
-    """And prints what the page says: L8 the table, L9 dry run and training, L10 metrics, L11 what was spent, L17, L21."""
+def test_the_whole_guide_runs(outputs):
+    """And prints what the page says: the table, dry run and training, metrics, what was spent, and how a run goes on."""
     assert len(outputs) == len(BLOCKS) >= 18
     for line in block_with(outputs, "print(strategy_table(").splitlines():
         assert f"\n{line}\n" in GUIDE

@@ -58,7 +58,7 @@ def test_the_ordinary_script_of_the_guide_runs(place):
     assert (place / "model" / "model.safetensors").exists()
 
 
-def test_T1_the_ordinary_script_becomes_private_by_the_diff(place):
+def test_the_ordinary_script_becomes_private_by_the_diff(place):
     names = execute(patched(blocks()[0]))
     trainer = names["trainer"]
     assert type(trainer).__name__ == "DPTrainer"

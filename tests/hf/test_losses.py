@@ -41,7 +41,7 @@ def gradients(losses_B, logits):
 
 @given(shapes, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_causal_lm_equals_single_samples(shape, dtype):
-    """L7, T8, museum 7: the mean over the sample's own tokens, in float32, with its gradient, whatever stands beside it."""
+    """The mean over the sample's own tokens, in float32, with its gradient, whatever stands beside it."""
     logits, labels = draw(shape, dtype)
     found = losses.causal_lm(logits, labels)
     expected = torch.stack([single(row[:-1], y[1:]) for row, y in zip(logits, labels, strict=True)])

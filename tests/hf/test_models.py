@@ -20,7 +20,7 @@ IDS = torch.tensor([[4, 9, 7, 5], [6, 8, 11, 12]])
 MASK = torch.ones_like(IDS)
 
 
-def test_L15_a_model_that_can_be_trained():
+def test_a_model_that_can_be_trained():
     model = zoo.gpt2()
     found = check_model(model)
     assert (found.task, found.problems, found.advice, found.batchnorms) == ("causal_lm", (), (), 0)
@@ -28,7 +28,7 @@ def test_L15_a_model_that_can_be_trained():
     assert str(found).startswith(f"{found.trained} of {found.total} parameters")
 
 
-def test_L15_batchnorms_are_counted():
+def test_batchnorms_are_counted():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
     found = check_model(model)
     assert found.batchnorms == 2
@@ -70,7 +70,7 @@ def test_causal_mask_sees_what_came_before_and_is_no_padding():
 
 
 @pytest.mark.parametrize("make", [zoo.roberta, zoo.gpt2, zoo.llama])
-def test_T14_causal_attention(make):
+def test_a_decoder_does_not_see_what_it_predicts(make):
     """An encoder sees what it is to predict; as a causal function it does not. A decoder stays what it is."""
     torch.manual_seed(0)
     model = roughen(make()).eval()
@@ -90,7 +90,7 @@ def test_T14_causal_attention(make):
             call()
 
 
-def test_L8_four_bits(monkeypatch):
+def test_four_bits_without_their_package_are_refused(monkeypatch):
     """The refusal says what to install, on what it runs, and what to do without."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedModel, match="pip install.*CPUs.*bfloat16"):

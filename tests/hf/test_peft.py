@@ -105,7 +105,7 @@ def assert_parity(model):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parity(name):
-    """L7, T8: the default engine for every kind of adapter."""
+    """The default engine for every kind of adapter."""
     model = adapted(name)
     assert infer_task(model) == "causal_lm"
     assert_parity(model)
@@ -122,7 +122,7 @@ QUIET = ("embedding layers found", "Could not find a config file", "tie")
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_saved_adapters_open_in_peft(name, tmp_path):
-    """L7: released parameters in PEFT's own format; the user's model is not changed."""
+    """Released parameters in PEFT's own format; the user's model is not changed."""
     model = adapted(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     settings = copy.deepcopy(model.peft_config)

@@ -51,12 +51,12 @@ BATCH = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "token_classification", "masked_lm"])
-def test_T3_labels_stay_and_all_else_goes_to_the_model(task):
-    """Museum 7: with labels the model would compute its own mean over the batch's tokens."""
+def test_labels_stay_and_all_else_goes_to_the_model(task):
+    """With labels the model would compute its own mean over the batch's tokens."""
     forward, calls = recorded()
     losses_B = make_loss_fn(forward, task)({}, {**BATCH, "token_type_ids": IDS})
     assert losses_B.shape == (2,)
-    make_loss_fn(forward, task)({}, {**BATCH, "position_ids": IDS})  # T3: not needed, and passed on
+    make_loss_fn(forward, task)({}, {**BATCH, "position_ids": IDS})  # not needed, and passed on
     extra = [set(call) - {"input_ids", "attention_mask"} for call in calls]
     assert extra == [{"token_type_ids"}, {"position_ids"}]
     make_loss_fn(forward, "seq2seq")({}, {**BATCH, "decoder_input_ids": MASK})
@@ -71,7 +71,7 @@ def peft_gpt2():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("make", [zoo.gpt2, zoo.opt, zoo.llama, peft_gpt2])
-def test_T3_padding_of_the_batch_does_not_matter(make, side):
+def test_padding_of_the_batch_does_not_matter(make, side):
     """A sample's loss and norms are those of the sample cut to its own length: no collator makes position_ids."""
     torch.manual_seed(0)
     forward, params = functionalize(roughen(make()).eval())
@@ -93,7 +93,7 @@ def test_no_cache_where_the_model_could_keep_one():
     assert [dict(options) for options in facts.values()] == [{"use_cache": False}] * 2 + [{}] + [{"use_cache": False}]
 
 
-def test_L7_vqa_needs_images():
+def test_vqa_needs_images():
     forward, calls = recorded()
     loss_fn = make_loss_fn(forward, "vqa")
     loss_fn({}, {**BATCH, "pixel_values": torch.zeros(2, 3, 8, 8)})

@@ -1,4 +1,4 @@
-"""T7, author-level privacy: a person with several texts is one row, whose contribution is bounded as a whole."""
+"""Author-level privacy: a person with several texts is one row, whose contribution is bounded as a whole."""
 
 from functools import partial
 
@@ -72,7 +72,7 @@ AGREE = [*((engine, "BERT") for engine in ENGINES), ("auto", "GPT-2"), ("auto", 
 
 
 @pytest.mark.parametrize(("engine", "name"), AGREE)
-def test_T7_engines_agree_on_persons(engine, name):
+def test_engines_agree_on_persons(engine, name):
     forward, params, persons, texts = build(name)
     loss_fn = partial(mean_over_texts(MODELS[name][1]), forward)
     batch = persons.batch(texts)
@@ -88,7 +88,7 @@ def test_T7_engines_agree_on_persons(engine, name):
 
 
 @given(table=tables, cap=caps, seed=st.integers(0, 99))
-def test_T7_removing_a_person_removes_one_row(table, cap, seed):
+def test_removing_a_person_removes_one_row(table, cap, seed):
     """All texts of the others stay, and which of them are kept stays."""
     gone = table[0]
     assume(set(table) != {gone})
@@ -132,7 +132,7 @@ def test_kept_texts_are_drawn_by_the_key_and_not_by_order():
 
 
 @given(seed=st.integers(0, 2**31), sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5), power=st.integers(-6, 9))
-def test_T7_a_person_has_bounded_sensitivity(seed, sizes, power):
+def test_a_person_has_bounded_sensitivity(seed, sizes, power):
     """However many texts, however large: with and without the person the clipped sum differs by at most C."""
     table = [f"p{number}" for number, size in enumerate(sizes) for _ in range(size)]
     generator = torch.Generator().manual_seed(seed)

@@ -254,7 +254,7 @@ def test_what_does_not_fit_the_task_is_refused(place, task, flags, message):
         prepared(*flags)
 
 
-def test_L7_L8_vqa_with_several_images(tmp_path, monkeypatch):
+def test_questions_may_have_several_images_or_none(tmp_path, monkeypatch):
     """Several images, one as a text, and none; sizes that are fitted; how many there may be is public."""
     write_llava(tmp_path, 24)
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,7 @@ def here(folder, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_T11_texts_with_their_epsilon(here):
+def test_generated_texts_carry_their_epsilon(here):
     Path(here, "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"label : {topic} text : ", "label": topic}) + "\n" for topic in TOPICS)
     )

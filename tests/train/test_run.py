@@ -21,7 +21,7 @@ from dpfunc.train._config_file import read_job
 from dpfunc.train._model import load_base, load_processing
 
 
-def test_T8_the_adapter_opens_with_peft(here):
+def test_the_adapter_opens_with_peft(here):
     from peft import PeftModel
 
     job = read_job("job.yaml")
@@ -103,7 +103,7 @@ def test_a_launcher_that_does_not_keep_privacy_is_refused(here, monkeypatch, nam
 
 
 @pytest.mark.slow
-def test_L9_T5_torchrun_with_one_process(here):
+def test_the_command_runs_under_torchrun_with_one_process(here):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "dpfunc.cli.main", "train"]
     options = ["job.yaml", "--output_dir", "launched", "--steps", "2", "--save_steps", "2", "--dp-epsilon", "3"]
     result = subprocess.run([*command, *options], cwd=here, capture_output=True, text=True, check=False)
@@ -113,7 +113,7 @@ def test_L9_T5_torchrun_with_one_process(here):
     assert weights("launched")
 
 
-def test_L18_bf16_with_gradient_checkpointing(here):
+def test_bf16_with_gradient_checkpointing(here):
     result = train("--bf16", "--gradient_checkpointing", "--steps", 1, "--output_dir", "narrow")
     assert result.exit_code == 0, result.output
     assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights("narrow").values())

@@ -1,4 +1,4 @@
-"""PrivacyArguments: complete, free of contradictions, and a plan that is what they say (rows L1-L4, T2)."""
+"""PrivacyArguments: complete, free of contradictions, and a plan that is what they say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpfunc.types import Event
 GUIDE = {"dp_epsilon": 8.0, "dp_delta": 1e-5, "dp_max_grad_norm": 1.0}
 
 
-def test_L1_flags_of_a_command_line():
+def test_flags_of_a_command_line():
     flags = "--dp_epsilon 8 --dp_delta 1e-5 --dp_max_grad_norm 0.5 --dp_physical_batch_size 4 --no_dp_secure_mode"
     (parsed,) = HfArgumentParser(PrivacyArguments).parse_args_into_dataclasses(flags.split())
     assert parsed == PrivacyArguments(
@@ -27,7 +27,7 @@ def test_L1_flags_of_a_command_line():
     assert parsed.dp_poisson_sampling
 
 
-def test_L2_noise_is_computed_from_the_budget():
+def test_noise_is_computed_from_the_budget():
     plan = PrivacyArguments(**GUIDE).plan(dataset_size=20_000, expected_batch_size=200, num_steps=100)
     noise = calibrate_noise(epsilon=8.0, delta=1e-5, sampling_prob=0.01, num_steps=100)
     assert plan.noise_multiplier == pytest.approx(noise)
@@ -36,13 +36,13 @@ def test_L2_noise_is_computed_from_the_budget():
     assert 7.9 < plan.guarantee().epsilon <= 8.0
 
 
-def test_L3_a_noise_multiplier_is_used_as_it_is():
+def test_a_noise_multiplier_is_used_as_it_is():
     arguments = PrivacyArguments(dp_noise_multiplier=1.25, dp_delta=1e-5, dp_max_grad_norm=1.0)
     plan = arguments.plan(1000, 10, 50)
     assert (plan.noise_multiplier, plan.epsilon, plan.num_steps) == (1.25, None, 50)
 
 
-def test_L4_without_poisson_no_amplification_is_claimed():
+def test_without_poisson_no_amplification_is_claimed():
     plan = PrivacyArguments(**GUIDE, dp_poisson_sampling=False).plan(1000, 100, 20)
     assert plan.sampler == Shuffled(1000, 100)
     assert plan.adjacency == "zero_out"
@@ -53,7 +53,7 @@ def test_L4_without_poisson_no_amplification_is_claimed():
         PrivacyArguments(**GUIDE, dp_poisson_sampling=False, dp_adjacency="add_remove").plan(1000, 100, 20)
 
 
-def test_T10_a_ceiling_leaves_fewer_steps():
+def test_a_ceiling_leaves_fewer_steps():
     arguments = PrivacyArguments(dp_noise_multiplier=1.0, dp_delta=1e-5, dp_max_grad_norm=1.0, dp_max_epsilon=2.0)
     plan = arguments.plan(1000, 20, 1000)
     assert 0 < plan.num_steps < 1000
@@ -98,7 +98,7 @@ def test_clip_rules():
         ({**GUIDE, "dp_warn_at": 90}, "0 < dp_warn_at <= 1"),
     ],
 )
-def test_T2_incomplete_and_contradicting_values_are_refused(values, message):
+def test_incomplete_and_contradicting_values_are_refused(values, message):
     with pytest.raises(InvalidArgument, match=message):
         PrivacyArguments(**values)
     with pytest.raises(InvalidArgument, match="dp_enabled=True"):  # the twin needs no values
@@ -126,12 +126,12 @@ SWITCHES = [field.name for field in fields(PrivacyArguments) if isinstance(field
           for name in SWITCHES for value in ("false", None, 0)],
     ],
 )  # fmt: skip
-def test_T2_names_and_switches_that_do_not_fit_are_refused(values, message):
+def test_names_and_switches_that_do_not_fit_are_refused(values, message):
     with pytest.raises(InvalidArgument, match=message):
         PrivacyArguments.from_names(values)
 
 
-def test_T2_names_of_other_libraries():
+def test_names_of_other_libraries_are_read():
     ours = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-5, dp_max_grad_norm=1.0, dp_dry_run=True)
     names = {"target_epsilon": 8.0, "target_delta": 1e-5, "per_sample_max_grad_norm": 1.0, "dry_run": True}
     assert PrivacyArguments.from_names(names) == ours

@@ -106,7 +106,7 @@ def copy_of(folder, target):
 
 
 @pytest.mark.slow
-def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
     """Step 7 was journalled and may have been seen: it is repeated with the same noise, and paid for once."""
     folder = copy_of(killed, tmp_path)
     assert names(folder) == ["checkpoint-6"]  # save_total_limit
@@ -127,7 +127,7 @@ def test_L21_killed_run_resumes_bit_for_bit(uninterrupted, killed, tmp_path):
         assert told[0] == told[1]
 
 
-def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
+def test_a_stopped_language_model_with_adapters_and_random_masks_resumes(tmp_path):
     """Dropout, random masking in the collator, a worker, and an epoch that is resumed in its middle."""
 
     def model():
@@ -151,7 +151,7 @@ def test_L21_stopped_language_model_with_adapters_and_random_masks(tmp_path):
     assert second.ledger == whole.ledger
 
 
-def test_L21_what_was_frozen_stays_frozen(tmp_path):
+def test_what_was_frozen_stays_frozen(tmp_path):
     """FFA-LoRA: when PEFT reads an adapter with a name of its own, it lets all of it require gradients."""
     from peft import LoraConfig, get_peft_model
 
@@ -183,7 +183,7 @@ def test_L21_what_was_frozen_stays_frozen(tmp_path):
     assert cases.same(cases.trained(second.model), cases.trained(whole.model))
 
 
-def test_L21_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
+def test_the_same_trainer_goes_on_after_an_interruption(uninterrupted, tmp_path):
     trainer = interrupted(tmp_path, 5, key=KEY)
     assert json.loads((tmp_path / ACCOUNTING).read_text())["global_step"] == 5
     trainer.train(resume_from_checkpoint=True)
@@ -327,7 +327,7 @@ REFUSED = {  # options, what happens to the folder, what is said
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_L21_another_run_is_refused(killed, tmp_path, name):
+def test_another_run_is_refused(killed, tmp_path, name):
     """And files of the Trainer that are missing or changed."""
     folder, (options, change, said) = copy_of(killed, tmp_path), REFUSED[name]
     before = (folder / JOURNAL).read_bytes()

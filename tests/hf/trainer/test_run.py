@@ -35,7 +35,7 @@ DATA = cases.labelled()
 JOURNAL = files.JOURNAL
 
 
-def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
+def test_a_warning_near_exhaustion_comes_once(tmp_path, caplog):
     privacy = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_warn_at=0.8)
     trainer = cases.private(cases.classifier(), tmp_path, privacy=privacy)
     with caplog.at_level(logging.WARNING):
@@ -46,7 +46,7 @@ def test_L12_warning_near_exhaustion_once(tmp_path, caplog):
     assert f"after step {first}. {10 - first} steps are left" in warned[0]
 
 
-def test_T15_twin_is_an_ordinary_trainer(tmp_path):
+def test_the_twin_is_an_ordinary_trainer(tmp_path):
     """One label a sample: the mean over samples is the Trainer's own loss, with the same batches and dropout."""
     changes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 4}
     twin = cases.private(
@@ -61,7 +61,7 @@ def test_T15_twin_is_an_ordinary_trainer(tmp_path):
     assert not (tmp_path / "twin" / "privacy_journal.jsonl").exists()
 
 
-def test_T15_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path):
+def test_the_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path):
     model = cases.language_model(dropout=0.0)
     changes = {"per_device_train_batch_size": 20, "max_steps": 1, "learning_rate": 1.0, "max_grad_norm": 0}
     twin = cases.private(
@@ -77,7 +77,7 @@ def test_T15_twin_takes_the_mean_over_samples_over_accumulated_batches(tmp_path)
         assert torch.allclose(ours[name], param.detach() - param.grad, atol=1e-5), name
 
 
-def test_T2_dry_run_trains_nothing(tmp_path, capsys):
+def test_a_dry_run_trains_nothing(tmp_path, capsys):
     model = cases.classifier()
     trainer = cases.private(model, tmp_path, privacy=dataclasses.replace(cases.NOISY, dp_dry_run=True))
     output = trainer.train()

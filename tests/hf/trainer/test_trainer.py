@@ -63,7 +63,7 @@ def finished(tmp_path_factory):
     return trainer, trainer.train(), seen, folder
 
 
-def test_L19_trainer_equals_a_plain_loop(finished):
+def test_the_trainer_equals_a_plain_loop(finished):
     """The Trainer's AdamW, schedule and dropout, over records that are collated as usual: bit for bit."""
     trainer, output, _, _ = finished
 
@@ -77,7 +77,7 @@ def test_L19_trainer_equals_a_plain_loop(finished):
     assert not cases.same(cases.trained(trainer.model), cases.trained(cases.classifier()))
 
 
-def test_T1_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_path):
+def test_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_path):
     """One record is expected in a batch: some draws are empty, and are steps like others. Optimizer and schedule given."""
     model = cases.language_model()
     changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 12}
@@ -101,7 +101,7 @@ def test_T1_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_
     ],
     ids=["physical, workers", "engine", "accumulation, checkpointing"],
 )  # fmt: skip
-def test_L6_T6_memory_and_speed_change_no_result(finished_short, tmp_path, privacy, changes):
+def test_memory_and_speed_change_no_result(finished_short, tmp_path, privacy, changes):
     """Physical batches, accumulation, engine, checkpointing, workers: the same draws, noise and mean."""
     trainer = short(tmp_path, privacy=PrivacyArguments(**VALUES, **privacy), **changes)
     assert trainer.logical_batch_size == 12
@@ -125,7 +125,7 @@ def finished_short(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_L18_bfloat16(tmp_path, finished_short, how):
+def test_bfloat16_trains_as_float32_does(tmp_path, finished_short, how):
     dtype = torch.bfloat16 if how == "weights" else torch.float32
     model = cases.language_model(dropout=0.0).to(dtype)
     short(tmp_path, model, bf16=how == "autocast").train()
@@ -135,7 +135,7 @@ def test_L18_bfloat16(tmp_path, finished_short, how):
 
 
 @pytest.mark.filterwarnings("default::dpfunc.errors.InsecureKeyWarning")  # that pyproject.toml ignores
-def test_L4_L5_shuffled_batches_and_noise_of_the_device(tmp_path):
+def test_shuffled_batches_and_noise_of_the_device(tmp_path):
     """Stopped after three steps. Without a CUDA device there is one source of noise, the secure one. A key that everybody
     knows is told, the loss is logged as unreleased, and the caller's arguments are left alone."""
     seen = cases.Seen()
@@ -187,7 +187,7 @@ def test_a_public_bound_on_the_number_of_records(tmp_path):
         cases.private(cases.classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_dataset_size=50)).train()
 
 
-def test_L10_T9_metrics_reach_every_logger(finished):
+def test_metrics_reach_every_logger(finished):
     from transformers.integrations.integration_utils import rewrite_logs
 
     trainer, output, seen, _ = finished
@@ -216,7 +216,7 @@ def test_the_training_loss_and_counts_of_drawn_records_are_not_told(finished):
     assert '"loss"' not in json.dumps(told)
 
 
-def test_L11_accounting_in_each_checkpoint_and_at_the_end(finished):
+def test_each_checkpoint_and_the_end_have_their_accounting(finished):
     trainer, _, _, folder = finished
     for where, taken in (("checkpoint-4", 4), ("checkpoint-8", 8), ("checkpoint-10", 10), (".", 10)):
         record = written(folder / where)
@@ -238,7 +238,7 @@ def test_a_checkpoint_to_publish_holds_no_key(tmp_path):
     assert not any(KEY(6).secret.hex().encode() in path.read_bytes() for path in files)
 
 
-def test_L12_T10_training_stops_before_the_breach(tmp_path, caplog):
+def test_training_stops_before_the_breach(tmp_path, caplog):
     """An earlier phase has spent a part of the budget: fewer steps fit, and training ends after them in good order."""
     earlier = Ledger((dpfunc.accounting.Event(0.2, 1.0, 6),))
     ceiling = earlier.compose(Ledger((dpfunc.accounting.Event(0.2, 1.0, 4),))).epsilon(1e-3).epsilon + 0.01

@@ -1,4 +1,4 @@
-"""Rows L7, L8, L18: image + text batches, what each strategy trains, and its agreement with single samples."""
+"""Image + text batches, what each strategy trains, and its agreement with single samples."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def built(name, model):
 @pytest.mark.parametrize(
     ("name", "other"), [("full", "loop"), ("lora", "ghost"), ("projector", "vmap"), ("PEFT", "loop")]
 )
-def test_L8_parity(processor, name, other):
+def test_engines_equal_single_samples_for_each_strategy(processor, name, other):
     """Every engine gives what single samples give, and the default one does not fall back."""
     if name == "PEFT":
         forward, params = functionalize(
@@ -80,7 +80,7 @@ def test_L8_parity(processor, name, other):
 
 
 @pytest.mark.parametrize("engine", ["ghost", "auto"])
-def test_L8_images_that_cross_into_the_next_sample_are_refused(processor, engine):
+def test_images_that_cross_into_the_next_sample_are_refused(processor, engine):
     """As many tokens as images in all, but three images' tokens in one sample and one's in the next."""
     forward, params = functionalize(model_of(), "projector")
     collate = image_text_collator(processor, max_length=26, max_images=2)
@@ -93,7 +93,7 @@ def test_L8_images_that_cross_into_the_next_sample_are_refused(processor, engine
         getattr(engines, engine)()(answer_loss(forward), params, batch).sq_norms()
 
 
-def test_L8_unused_parameters_have_no_gradient(processor):
+def test_unused_parameters_have_no_gradient(processor):
     """Found without values, confirmed with them; all others have one. The default engine takes all parameters."""
     model = model_of()
     forward, params = functionalize(model)
@@ -109,7 +109,7 @@ def test_L8_unused_parameters_have_no_gradient(processor):
 
 
 @pytest.mark.parametrize("name", FLOAT)
-def test_L8_the_model_is_not_changed(processor, name):
+def test_the_model_is_not_changed(processor, name):
     model = model_of()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     wanted = [p.requires_grad for p in model.parameters()]
@@ -130,7 +130,7 @@ def test_L8_the_model_is_not_changed(processor, name):
 
 
 @pytest.mark.parametrize("name", FLOAT)
-def test_L8_prepare_trains_what_the_strategy_trains(name):
+def test_prepare_trains_what_the_strategy_trains(name):
     options = {"rank": 2, "alpha": 4.0} if name == "lora" else {}
     model = vision_language.prepare(tiny_llava(), name, **options)
     trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
@@ -154,7 +154,7 @@ def packed_model(projector=False):
     return pack(model, chosen)
 
 
-def test_L8_qlora_parity_over_packed_weights(processor):
+def test_qlora_over_packed_weights_equals_single_samples(processor):
     model = packed_model()
     assert quantised_layers(model) == vision_language.language_layers(model)
     result = built("qlora", model)
@@ -185,7 +185,7 @@ KEYED = {"key": insecure_key(0), "rank": 2, "alpha": 4.0}
         (tiny_llava, "projector", {"key": insecure_key(0)}, "no key"),
     ],
 )  # fmt: skip
-def test_L8_what_does_not_fit_is_refused(make, name, options, said):
+def test_a_strategy_that_does_not_fit_the_model_is_refused(make, name, options, said):
     with pytest.raises((InvalidArgument, UnsupportedModel), match=said):
         vision_language.strategy(make(), name, **options)
 
@@ -195,7 +195,7 @@ def cells_of(model, rank):
     return {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
 
 
-def test_L8_table():
+def test_the_table_of_strategies():
     cells = cells_of(tiny_llava(), 2)
     assert tuple(cells) == vision_language.STRATEGIES
     for name in FLOAT:
@@ -207,7 +207,7 @@ def test_L8_table():
     assert [cost[2] for cost in large.values()] == ["13.2", "13.2", "4.1", "13.2"]
 
 
-def test_L8_gradient_checkpointing(processor):
+def test_gradient_checkpointing_changes_no_norm(processor):
     def norms(checkpointed):
         model = model_of()
         if checkpointed:
@@ -220,7 +220,7 @@ def test_L8_gradient_checkpointing(processor):
     torch.testing.assert_close(norms(True), norms(False), rtol=1e-5, atol=1e-8)
 
 
-def test_L7_keys_shapes_and_labels(processor):
+def test_batches_have_their_keys_shapes_and_labels(processor):
     """Labels are the answer and its end; everything else is ignored; the attention mask is what is not padding."""
     batch = batch_of(processor, 2, (1, 2, 0))
     words = processor.tokenizer.convert_ids_to_tokens
@@ -236,7 +236,7 @@ def test_L7_keys_shapes_and_labels(processor):
     assert first == ["<s>", "USER:", *["<image>"] * 4, "what", "ASSISTANT:", "red", "</s>"]
 
 
-def test_L7_prompts_as_they_are(processor, tmp_path):
+def test_prompts_without_a_template_are_taken_as_they_are(processor, tmp_path):
     """Without the template the prompt holds the image tokens itself; images may be paths."""
     draw("red", "circle", 24, 0).save(tmp_path / "a.png")
     collate = image_text_collator(processor, max_length=16, chat=False)
@@ -260,7 +260,7 @@ def test_marks_of_images_in_texts_are_taken_out(processor, tmp_path):
         collate([{"prompt": "colour ?", "answer": "red <image>", "image": tmp_path / "a.png"}])
 
 
-def test_L7_what_does_not_fit_is_refused(processor):
+def test_images_and_texts_that_do_not_fit_are_refused(processor):
     """A processor that keeps the aspect ratio gives every image another number of tokens."""
     for options, said in (
         ({"max_length": 5}, "max_length >= 6"), ({"max_length": 9, "max_images": 2}, "max_length >= 10"),
@@ -290,7 +290,7 @@ SHARED = tiny_processor()
 @given(
     st.integers(0, 2), st.integers(0, 30), st.integers(0, 30), st.integers(0, 12), st.sampled_from(["left", "right"])
 )
-def test_L7_long_texts_are_cut_and_images_never(images, words, answer, room, side):
+def test_long_texts_are_cut_and_images_never(images, words, answer, room, side):
     collate = image_text_collator(SHARED, max_length=10 + room, max_images=2, padding_side=side)
     pictures = [draw("red", "circle", 16, i) for i in range(images)]
     sample = {"images": pictures, "prompt": "the " * words, "answer": "red " * answer}
@@ -305,7 +305,7 @@ def test_L7_long_texts_are_cut_and_images_never(images, words, answer, room, sid
 
 
 @pytest.mark.parametrize("step", [None, 8])
-def test_L7_an_empty_draw(processor, step):
+def test_an_empty_draw_has_the_shapes_of_a_batch(processor, step):
     collate = image_text_collator(processor, max_length=26, max_images=2, pad_to_multiple_of=step)
     example = samples_of((1,))[0]
     for empty in (collate([]), without_rows(collate([example]))):
