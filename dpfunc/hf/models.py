@@ -160,7 +160,7 @@ def with_causal_attention(forward: AnyForward) -> CausalForward:
             the mask (OPT) need `position_ids` as well.
 
     Guarantees:
-        later tokens have no influence (tests/hf/test_models.py::test_T14_causal_attention).
+        later tokens have no influence (tests/hf/test_models.py::test_a_decoder_does_not_see_what_it_predicts).
 
     >>> with_causal_attention(lambda params, x: x)
     Traceback (most recent call last):

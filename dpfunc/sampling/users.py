@@ -92,7 +92,7 @@ def group_by_person(persons: Sequence[Hashable], *, max_texts: int, key: Key) ->
 
     Guarantees:
         tests/sampling/test_users.py: removing a person leaves the rows of all others as they are
-        (test_T7_removing_a_person_removes_one_row).
+        (test_removing_a_person_removes_one_row).
 
     Raises:
         InvalidArgument: max_texts < 1, a row without a person, or two persons whose values look the same.
@@ -216,8 +216,8 @@ def mean_over_texts(sample_loss: SampleLoss) -> MeanOverTexts:
         clipping bounds a person's contribution, however many texts there are.
 
     Guarantees:
-        tests/sampling/test_users.py: all engines agree with the loop (test_T7_engines_agree_on_persons), and a
-        person moves the clipped sum by at most the sensitivity (test_T7_a_person_has_bounded_sensitivity).
+        tests/sampling/test_users.py: all engines agree with the loop (test_engines_agree_on_persons), and a
+        person moves the clipped sum by at most the sensitivity (test_a_person_has_bounded_sensitivity).
 
     >>> from dpfunc.rng import insecure_key
     >>> loss = mean_over_texts(lambda forward, params, batch: forward(params, batch["x"]))

@@ -97,8 +97,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     Guarantees:
         tests/hf/trainer/test_trainer.py: the parameters are those of a plain loop over `dp_step`
-        (test_L19_trainer_equals_a_plain_loop); tests/hf/trainer/test_files.py: a killed run goes on bit for
-        bit (test_L21_killed_run_resumes_bit_for_bit).
+        (test_the_trainer_equals_a_plain_loop); tests/hf/trainer/test_files.py: a killed run goes on bit for
+        bit (test_a_killed_run_resumes_bit_for_bit).
     """
 
     def __init__(

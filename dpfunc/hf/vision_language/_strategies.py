@@ -95,8 +95,8 @@ def strategy(
         UnsupportedModel: no such parts; `"qlora"` without a base in 4 bits; others with one.
 
     Guarantees:
-        tests/hf/vision_language/test_strategies.py: equals the loop over single samples (test_L8_parity), leaves the
-        model alone (test_L8_the_model_is_not_changed).
+        tests/hf/vision_language/test_strategies.py: equals the loop over single samples
+        (test_engines_equal_single_samples_for_each_strategy), leaves the model alone (test_the_model_is_not_changed).
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
     >>> from dpfunc.rng import insecure_key
@@ -122,7 +122,7 @@ def prepare(
     """A vision-language model for a Trainer, or a `PeftModel` around it: what the strategy trains requires gradients.
 
     Arguments and errors are those of `strategy`, which trains the same (targets as PEFT takes them;
-    tests/hf/vision_language/test_strategies.py::test_L8_prepare_trains_what_the_strategy_trains). Unlike there the
+    tests/hf/vision_language/test_strategies.py::test_prepare_trains_what_the_strategy_trains). Unlike there the
     model is changed: `requires_grad` is set, and PEFT puts its layers into it.
 
     >>> from dpfunc.hf.vision_language.tiny_llava import tiny_llava
@@ -230,7 +230,7 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
 
     LLaVA takes the features from a layer before the last one. A copy of the structure runs on the meta device. None are
     found where `get_image_features` needs more than `pixel_values`
-    (tests/hf/vision_language/test_strategies.py::test_L8_unused_parameters_have_no_gradient).
+    (tests/hf/vision_language/test_strategies.py::test_unused_parameters_have_no_gradient).
     """
     found = parts(model)
     if not _takes_pixels_alone(model):
