@@ -17,14 +17,15 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
+from scipy.special import stdtrit
 
 from benchmarks.published import images, texts
 from benchmarks.published.rows import ROWS, Row, epsilon_of, noise_of
+from benchmarks.recipes.data import fetch_clothes
 from benchmarks.results import DOCS, FOLDER, fill, keep, markdown, read, rows_of
 
 RESULT, PAGE = FOLDER / "published.json", DOCS / "published.md"
 SEEDS = 5
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 0.975 quantiles of Student's t, by number of runs
 
 
 def command_of(row: Row) -> str:
@@ -41,23 +42,28 @@ def costs_of(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_seed(row: Row, seed: int, weights: str | None, data: Path | None) -> dict[str, float] | None:
-    """The measure of one run of each library; None where the row cannot run here."""
+def missing(row: Row, data: Path | None) -> str | None:
+    """What to do before a row can run; None if it can."""
+    if row.kind == "accounting":
+        return "its costs are all that is computed here"
     if row.kind == "images":
-        try:
-            found = images.images_of(row.name, row.model)
-        except FileNotFoundError:
-            return None
-        ways = {"ours": images.train, "opacus": images.train_by_opacus}
-        measured = {}
-        for name in ways if row.beside else ("ours",):
-            trained = ways[name](images.new_net(row.model, seed), found, row.setting, seed)
-            measured[name] = images.accuracy(trained, found)
-        return measured
-    if row.kind == "texts" and data is not None:
+        return images.missing(row.name)
+    files = " and ".join(texts.FILES[texts.KITS[row.model].task])
+    return None if data else f"add --data, a folder with {files}"
+
+
+def run_seed(row: Row, seed: int, weights: str | None, data: Path | None) -> dict[str, float]:
+    """The measure of one run of each library."""
+    if row.kind == "texts":
         kit = texts.KITS[row.model]
         return {"ours": texts.run(kit, row.setting, weights or kit.weights, data, seed)}
-    return None
+    found = images.images_of(row.name, row.model)
+    ways = {"ours": images.train, "opacus": images.train_by_opacus}
+    measured = {}
+    for name in ways if row.beside else ("ours",):
+        trained = ways[name](images.new_net(row.model, seed), found, row.setting, seed)
+        measured[name] = images.accuracy(trained, found)
+    return measured
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def interval(values: Sequence[float]) -> float | None:
     """Half of the 95 % interval of a mean; None for one run."""
     if len(values) < 2:
         return None
-    return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def shown(row: Row, values: Sequence[float]) -> str:
@@ -112,16 +118,18 @@ def tables(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             shown(row, ours), compared(row, ours),
         ])  # fmt: skip
         setting = row.setting
+        minutes = [each["seconds"] / 60 for each in runs]
         settings.append([
             f"`{name}`", f"{setting.batch:g}", setting.steps, f"{result['noise_multiplier']:.4g}", f"{setting.clip:g}",
-            "" if row.kind == "accounting" else f"{setting.rate:g}", f"{setting.delta:.2g}", f"`{command_of(row)}`",
+            "" if row.kind == "accounting" else f"{setting.rate:g}", f"{setting.delta:.2g}",
+            f"{statistics.mean(minutes):.1f}" if minutes else "", f"`{command_of(row)}`",
         ])  # fmt: skip
     heads = ("row", "", "by", "their epsilon", "our epsilon", "published", "ours (runs)", "")
     reasons = [[f"`{name}`", row.why] for name, row in ROWS.items() if row.why]
     return {
         "figures": markdown(heads, figures),
         "reasons": markdown(("row", ""), reasons),
-        "settings": markdown(("row", "B", "T", "sigma", "C", "rate", "delta", "command"), settings),
+        "settings": markdown(("row", "B", "T", "sigma", "C", "rate", "delta", "minutes", "command"), settings),
     }
 
 
@@ -134,25 +142,38 @@ def place(result: Mapping[str, Any]) -> int:
 @click.option("--row", "names", multiple=True, type=click.Choice(list(ROWS)), help="These rows; all by default.")
 @click.option("--seed", "seeds", multiple=True, type=int, help="These seeds; 0 to 4 by default.")
 @click.option("--costs", is_flag=True, help="No run: epsilon and noise alone.")
+@click.option("--fetch", is_flag=True, help="Fetch Fashion-MNIST first, 31 MB, from a package of Debian.")
 @click.option("--weights", help="Folder of the model of a row about texts, or its name on the hub.")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of its data.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File of the results.")
 def main(
-    names: tuple[str, ...], seeds: tuple[int, ...], costs: bool, weights: str | None, data: Path | None, out: Path
+    names: tuple[str, ...],
+    seeds: tuple[int, ...],
+    costs: bool,
+    fetch: bool,
+    weights: str | None,
+    data: Path | None,
+    out: Path,
 ) -> None:
     """Run, print, and keep the results; other seeds and rows in the file stay."""
     console = Console(width=200)
+    if fetch:
+        fetch_clothes()
     torch.set_num_threads(1)
     for name in names or ROWS:
         row = ROWS[name]
         old = {each["row"]: each for each in rows_of(out)}.get(name, {})
         keep(out, merged(old, costs_of(row)), place)
         console.print(name, f"epsilon {epsilon_of(row.setting):.4f} at {row.setting.delta:.2g}", command_of(row))
-        for seed in () if costs else seeds or range(SEEDS):
+        if costs:
+            continue
+        needs = missing(row, data)
+        if needs:
+            console.print(name, "is not run:", needs)
+            continue
+        for seed in seeds or range(SEEDS):
             started = time.process_time()
             measured = run_seed(row, seed, weights, data)
-            if measured is None:
-                break
             run = {"seed": seed, **measured, "seconds": time.process_time() - started}
             old = {each["row"]: each for each in rows_of(out)}[name]
             keep(out, merged(old, {**costs_of(row), "runs": [run]}), place)

@@ -7,7 +7,10 @@ Data are folders as their makers publish them: `train.tsv` and `dev.tsv` of SST-
 from __future__ import annotations
 
 import csv
+import html
 import math
+import re
+import string
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +33,15 @@ IGNORED = -100
 ORDER = 4  # longest n-grams of BLEU
 BEAMS, NEW_TOKENS = 5, 64
 WORDS = ("negative", "positive")  # that a language model answers for the classes 0 and 1
+FILES = {"classes": ("train.tsv", "dev.tsv"), "text": ("trainset.csv", "devset.csv")}
+FILES["answer"] = FILES["classes"]
+_ALONE = re.escape("".join(sorted({*string.punctuation} - {*"',-."})))  # characters that are words of BLEU
+MARKS = (
+    (f"([{_ALONE}])", r" \1 "),
+    (r"([^0-9])([.,])", r"\1 \2 "),
+    (r"([.,])([^0-9])", r" \1 \2"),
+    (r"([0-9])(-)", r"\1 \2 "),
+)
 
 Pair = tuple[str, str]  # a sentence and its class; a meaning and a text for it
 Texts = Sequence[Pair]
@@ -74,12 +86,9 @@ class Tabs(csv.excel_tab):
 
 def read_texts(folder: Path, task: str) -> tuple[list[Pair], list[Pair]]:
     """Records to train and to evaluate on."""
-    if task == "text":
-        files, columns, dialect = ("trainset.csv", "devset.csv"), ("mr", "ref"), csv.excel
-    else:
-        files, columns, dialect = ("train.tsv", "dev.tsv"), ("sentence", "label"), Tabs
+    columns, dialect = (("mr", "ref"), csv.excel) if task == "text" else (("sentence", "label"), Tabs)
     parts = []
-    for name in files:
+    for name in FILES[task]:
         with (folder / name).open(encoding="utf-8", newline="") as lines:
             rows = csv.DictReader(lines, dialect=dialect)
             parts.append([(row[columns[0]], row[columns[1]]) for row in rows])
@@ -98,7 +107,10 @@ def load_kit(kit: Kit, weights: str, device: str) -> tuple[Any, Any]:
     if kit.quantised and device != "cpu":
         from transformers import BitsAndBytesConfig
 
-        four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        four = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )  # fmt: skip
         options = {"quantization_config": four, "dtype": torch.bfloat16}
     kind: Any = AutoModelForCausalLM
     if kit.task == "classes":
@@ -145,8 +157,9 @@ def encoded(kit: Kit, tokenizer: Any, texts: Texts) -> dict[str, Tensor]:
         tokens = torch.tensor((prompt[: kit.length - len(answer)] + answer)[: kit.length])
         ids[row, : len(tokens)] = tokens
         mask[row, : len(tokens)] = 1
-        begin = 0 if kit.task == "text" else len(tokens) - len(answer)  # the tutorial learns the prompt, too
-        labels[row, begin : len(tokens)] = tokens[begin:]
+        labels[row, len(tokens) - len(answer) : len(tokens)] = torch.tensor(answer)
+    if kit.task == "text":
+        labels = ids  # the tutorial learns the prompt and the padding, too
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
@@ -217,7 +230,7 @@ def written(kit: Kit, tokenizer: Any, model: Any, texts: Texts, device: str) -> 
     """BLEU of what the model writes for each meaning, against all texts for it."""
     references: dict[str, list[list[str]]] = {}
     for meaning, text in texts:
-        references.setdefault(meaning, []).append(text.split())
+        references.setdefault(meaning, []).append(words(text))
     found = []
     for meaning in references:
         prompt = tokenizer(prompt_of(kit, meaning), return_tensors="pt")["input_ids"].to(device)
@@ -225,12 +238,20 @@ def written(kit: Kit, tokenizer: Any, model: Any, texts: Texts, device: str) -> 
             input_ids=prompt, attention_mask=torch.ones_like(prompt), num_beams=BEAMS, max_new_tokens=NEW_TOKENS,
             do_sample=False, pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
-        found.append(tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True).split())
+        found.append(words(tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)))
     return bleu(found, [*references.values()])
 
 
+def words(text: str) -> list[str]:
+    """Words and marks of a text by the rules 13a of mteval, which sacreBLEU has too."""
+    found = f" {html.unescape(text)} "
+    for pattern, apart in MARKS:
+        found = re.sub(pattern, apart, found)
+    return found.split()
+
+
 def bleu(texts: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> float:
-    """BLEU of a corpus, 0..100 (Papineni et al. 2002), on words between spaces.
+    """BLEU of a corpus, 0..100 (Papineni et al. 2002).
 
     100 exp(min(0, 1 - r / c)) (p_1 p_2 p_3 p_4)^(1/4)
 
@@ -238,14 +259,14 @@ def bleu(texts: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[
     """
     right, seen = [0] * ORDER, [0] * ORDER
     length, nearest = 0, 0
-    for words, known in zip(texts, references, strict=True):
-        length += len(words)
-        nearest += min((abs(len(each) - len(words)), len(each)) for each in known)[1]
+    for said, known in zip(texts, references, strict=True):
+        length += len(said)
+        nearest += min((abs(len(each) - len(said)), len(each)) for each in known)[1]
         for n in range(1, ORDER + 1):
             most: Counter[tuple[str, ...]] = Counter()
             for each in known:
                 most |= _grams(each, n)
-            grams = _grams(words, n)
+            grams = _grams(said, n)
             right[n - 1] += (grams & most).total()
             seen[n - 1] += grams.total()
     if min(right) == 0:
@@ -254,8 +275,8 @@ def bleu(texts: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[
     return 100 * math.exp(precision + min(0.0, 1 - nearest / length))
 
 
-def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(words[start : start + n]) for start in range(len(words) - n + 1))
+def _grams(said: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(said[start : start + n]) for start in range(len(said) - n + 1))
 
 
 def run(kit: Kit, setting: Setting, weights: str, folder: Path, seed: int, device: str | None = None) -> float:

