@@ -203,18 +203,25 @@ def _targets(lora: LoraSection) -> str | list[str] | None:
 
 def _with_lora(model: nn.Module, job: Job) -> nn.Module:
     with one_line('peft, from pip install "dpfunc[hf]"'):
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, VeraConfig, get_peft_model
     lora, total = job.lora, int(getattr(model.config, "num_hidden_layers", 0))
     highest = range(total - (lora.top_layers or 0), total)
     refuse((highest.start < 0, f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}."))
+    common: dict[str, Any] = {
+        "task_type": _KINDS[job.task][1], "r": lora.rank, "target_modules": _targets(lora),
+        "layers_to_transform": list(highest) or None,
+        "modules_to_save": lora.modules_to_save and list(lora.modules_to_save),
+        "fan_in_fan_out": any(type(module).__name__ == "Conv1D" for module in model.modules()),
+    }  # fmt: skip
     with one_line("lora.targets that name layers of the model"), torch_seed(key_of(job, "adapters")):
-        adapted = cast(nn.Module, get_peft_model(model, LoraConfig(
-            task_type=_KINDS[job.task][1], r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(lora),
-            lora_dropout=lora.dropout, use_rslora=lora.rslora, use_dora=lora.method == "dora",
-            layers_to_transform=list(highest) or None,
-            modules_to_save=lora.modules_to_save and list(lora.modules_to_save),
-            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        )))  # fmt: skip
+        if lora.method == "vera":  # its matrices are a function of the job's public seed, and saved with the adapter
+            config = VeraConfig(**common, vera_dropout=lora.dropout, projection_prng_key=job.training.seed)
+        else:
+            config = LoraConfig(
+                **common, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora,
+                use_dora=lora.method == "dora",
+            )  # fmt: skip
+        adapted = cast(nn.Module, get_peft_model(model, config))
     if lora.method == "ffa":
         for name, parameter in adapted.named_parameters():
             if any(part in name for part in _DRAWN):

@@ -198,7 +198,9 @@ class LoraSection:
     dropout: _Share = _key("Dropout before the adapters.", 0.0)
     top_layers: _Count | None = _key("Adapters in so many of the highest layers; all, or as the recipe says.", None)
     rslora: bool = _key("Scale by alpha / sqrt(rank) instead.", False)
-    method: Literal["lora", "ffa", "dora"] = _key("`ffa` trains B alone; `dora` lengths of weights too.", "lora")
+    method: Literal["lora", "ffa", "dora", "vera"] = _key(
+        "`ffa` trains B alone; `dora` lengths of weights too; `vera` two vectors a layer, with shared A and B.", "lora"
+    )
     modules_to_save: Texts | None = _key("Modules trained whole besides; a new head always is.", None)
 
 
@@ -322,6 +324,10 @@ def _rules_of_strategy(job: Job) -> _Rules:
          f"Expected no section lora with strategy={job.strategy!r}, which has no adapters."),
         (job.strategy == "qlora" and job.lora.method == "dora",
          fail("no lora.method=dora over a base in 4 bits, whose lengths it needs in float", "strategy", job.strategy)),
+        (job.strategy == "qlora" and job.lora.method == "vera",
+         fail("no lora.method=vera over a base in 4 bits, which was never tried", "strategy", job.strategy)),
+        (job.lora.method == "vera" and (job.lora.rslora or job.lora.alpha != LoraSection.alpha),
+         "Expected no lora.alpha and no lora.rslora with lora.method=vera, whose vectors are its scale."),
         (job.strategy == "qlora" and (job.model.init == "random" or job.model.gguf_file is not None),
          "Expected weights in float that are read in 4 bits with strategy='qlora', got model.init: random or "
          "model.gguf_file. Name the folder of a pretrained model."),
