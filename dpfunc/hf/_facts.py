@@ -62,8 +62,8 @@ class Tables:
         return (
             f"Expected token ids 0 <= id < {self.tokens}{most}{where}, as the tables of this model have them; got "
             "others in at least one record, which is private and not shown. Use the tokenizer that belongs to the "
-            "model (model.tokenizer in a job), or call model.resize_token_embeddings(len(tokenizer)) before its "
-            f"parameters are taken, and save it for a job{cut}. {spent}"
+            "model (model.tokenizer in a job), or name its new tokens in a job (model.new_tokens); in a loop call "
+            f"model.resize_token_embeddings(len(tokenizer)) before its parameters are taken{cut}. {spent}"
         )
 
 
@@ -175,13 +175,15 @@ def _soft_prompt(module: nn.Module) -> int:
 
 def _tables(base: nn.Module) -> Tables:
     inputs: Any = getattr(base, "get_input_embeddings", lambda: None)()
+    inside = () if inputs is None else inputs.modules()  # PEFT has the table of tokens within a module of its own
+    tokens = next((module.num_embeddings for module in inside if hasattr(module, "num_embeddings")), None)
     positions = None
     for name, module in base.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             # RoBERTa and its like number positions from behind the padding's, OPT and BART from 2
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
             positions = module.num_embeddings - max(unused, int(getattr(module, "offset", 0)))
-    return Tables(getattr(inputs, "num_embeddings", None), positions)
+    return Tables(tokens, positions)
 
 
 def augments(config: object) -> bool:

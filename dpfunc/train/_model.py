@@ -88,6 +88,7 @@ def load_processing(job: Job) -> Any:
          f"Expected a tokenizer that tells which word a token is of, got {type(tokenizer).__name__} in {path!r}. "
          "Save a fast one there (tokenizer.json), or name its folder in model.tokenizer."),
     )  # fmt: skip
+    tokenizer.add_tokens(list(job.model.new_tokens or ()))
     if tokenizer.pad_token is None:
         tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
     return processing
@@ -115,6 +116,7 @@ def load_base(job: Job, processing: Any) -> nn.Module:
         model = _read(job, config, {**options, **packed})
         if job.task != "vqa":  # RoBERTa and its like have fewer positions than their configuration says
             _check_length(job, facts_of_model(model).tables.positions, processing)
+            _give_rows(model, job, processing)
     quantised = quantised_layers(model)
     refuse(
         (bool(quantised) != (job.strategy == "qlora"), UnsupportedModel(
@@ -134,6 +136,27 @@ def _check_length(job: Job, positions: object, processing: Any) -> None:
          f"Expected data.max_length <= {most}, the tokens that the model in {job.model_path!r} takes, got "
          f"{job.data.max_length}. Longer texts are cut."),
     )  # fmt: skip
+
+
+def _give_rows(model: Any, job: Job, tokenizer: Any) -> None:
+    """Give the new tokens of the job rows of the embedding, near the mean of the others.
+
+    Refused are tokens that would get one and are not named, as with the tokenizer of another model, and a padding token
+    without one, which each batch would have.
+    """
+    rows, named = int(model.get_input_embeddings().weight.shape[0]), job.model.new_tokens or ()
+    beyond = sorted((place, token) for token, place in tokenizer.get_vocab().items() if place >= rows)
+    size = 1 + max((place for place, token in beyond if token in named), default=rows - 1)
+    used = [token for place, token in beyond if place < size or token == tokenizer.pad_token]
+    unnamed = [token for token in used if token not in named]
+    refuse(
+        (unnamed,
+         f"Expected a row of the embedding for each token, got {rows} rows in {job.model_path!r} and none for "
+         f"{shorten(unnamed)}. Name what is new in model.new_tokens, or the tokenizer of this model in "
+         "model.tokenizer."),
+    )  # fmt: skip
+    if size > rows:
+        model.resize_token_embeddings(size)
 
 
 def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
@@ -165,12 +188,12 @@ def key_of(job: Job, purpose: str) -> Any:
     return fold_in(insecure_key(job.training.seed), purpose)
 
 
-def choose_parameters(model: nn.Module, job: Job) -> nn.Module:
+def choose_parameters(model: nn.Module, job: Job, processing: Any) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients."""
     if job.task == "vqa":
         return _with_strategy(model, job)
     if job.strategy in ADAPTERS:
-        return _with_lora(model, job)
+        return _with_lora(model, job, processing)
     parameters, base = dict(model.named_parameters()), f"{getattr(model, 'base_model_prefix', '')}."
     head = {name for name in parameters if job.task in NEW_HEAD and not name.startswith(base)}
     chosen = {
@@ -201,7 +224,18 @@ def _targets(lora: LoraSection) -> str | list[str] | None:
     return None if lora.targets is None else list(lora.targets)
 
 
-def _with_lora(model: nn.Module, job: Job) -> nn.Module:
+def _rows_to_train(model: Any, job: Job, tokenizer: Any) -> dict[str, list[int]] | None:
+    """The rows of new tokens in each table of tokens, by its name; of two that are tied PEFT finds the other."""
+    if not job.model.new_tokens:
+        return None
+    tables = {
+        id(table.weight): table for table in (model.get_output_embeddings(), model.get_input_embeddings()) if table
+    }
+    rows = tokenizer.convert_tokens_to_ids(list(job.model.new_tokens))
+    return {name: rows for name, module in model.named_modules() if module in tables.values()}
+
+
+def _with_lora(model: nn.Module, job: Job, processing: Any) -> nn.Module:
     with one_line('peft, from pip install "dpfunc[hf]"'):
         from peft import LoraConfig, VeraConfig, get_peft_model
     lora, total = job.lora, int(getattr(model.config, "num_hidden_layers", 0))
@@ -219,7 +253,7 @@ def _with_lora(model: nn.Module, job: Job) -> nn.Module:
         else:
             config = LoraConfig(
                 **common, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_rslora=lora.rslora,
-                use_dora=lora.method == "dora",
+                use_dora=lora.method == "dora", trainable_token_indices=_rows_to_train(model, job, processing),
             )  # fmt: skip
         adapted = cast(nn.Module, get_peft_model(model, config))
     if lora.method == "ffa":

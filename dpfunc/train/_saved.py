@@ -96,7 +96,7 @@ def load_trained(job: Job, folder: Path, processing: Any) -> tuple[Any, Any]:
     if job.task in FEATURES:
         return load_features(folder)
     saved = dataclasses.replace(job, model=dataclasses.replace(
-        job.model, path=str(folder), tokenizer=None, gguf_file=None, init="pretrained",
+        job.model, path=str(folder), tokenizer=None, gguf_file=None, init="pretrained", new_tokens=None,
     ))  # fmt: skip
     if job.strategy not in ADAPTERS:
         return load_base(saved, processing).train(False), load_processing(saved)

@@ -188,7 +188,7 @@ def load(
     jobs = [with_shape(job) for job, _ in trials]
     for job in jobs:
         if job.lora.rank not in models:
-            model = choose_parameters(load_base(job, processing), job)
+            model = choose_parameters(load_base(job, processing), job, processing)
             models[job.lora.rank] = model, compute_frozen(job, model, records, shows=shows)[0]
         own, _ = with_recipe(job, models[job.lora.rank][0], size)
         alone.append(

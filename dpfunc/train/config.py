@@ -46,6 +46,9 @@ LOSSES = {
 }
 _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone have; in others they have their default
     ("model", "path"): tuple(task for task in TASKS if task != "table_classification"),
+    ("model", "new_tokens"): tuple(
+        task for task in TASKS if task not in ("vqa", "table_classification", "image_classification")
+    ),
     ("lora", "top_layers"): tuple(task for task in TASKS if task != "vqa"),
     ("data", "labels"): tuple(task for task in TASKS if task != "text_regression"),
     ("data", "text_pair_column"): PAIRS,
@@ -93,6 +96,7 @@ class ModelSection:
     path: str | None = _key("Folder of a model, or its name on the hub. Images without one are scattered.", None)
     init: Literal["pretrained", "random"] = _key("`random` takes the configuration only: for tests.", "pretrained")
     tokenizer: str | None = _key("Folder or name of the tokenizer; the model's by default.", None)
+    new_tokens: Texts | None = _key("Tokens that get a row of the embedding; the tokenizer gets those it lacks.", None)
     gguf_file: str | None = _key("Weights in a GGUF file of that folder.", None)
     pooling: Literal["auto", "mean", "model"] = _key("Of tokens; `auto` is `mean` if 1_Pooling says so.", "auto")
     hidden: _Count = _key("Neurons of the hidden layer, for tables and images with strategy full.", 64)
@@ -102,6 +106,8 @@ class ModelSection:
         refuse(
             (self.gguf_file is not None and self.init == "random",
              "Expected model.gguf_file or model.init: random, got both."),
+            (len(set(self.new_tokens or ())) < len(self.new_tokens or ()),
+             fail("different tokens", "model.new_tokens", self.new_tokens)),
         )  # fmt: skip
 
 
@@ -326,6 +332,9 @@ def _rules_of_strategy(job: Job) -> _Rules:
          fail("no lora.method=dora over a base in 4 bits, whose lengths it needs in float", "strategy", job.strategy)),
         (job.strategy == "qlora" and job.lora.method == "vera",
          fail("no lora.method=vera over a base in 4 bits, which was never tried", "strategy", job.strategy)),
+        (job.model.new_tokens and (job.strategy == "qlora" or job.lora.method == "vera"),
+         fail("no model.new_tokens with strategy='qlora' or lora.method=vera, beside which their rows are not trained",
+              "model.new_tokens", job.model.new_tokens)),
         (job.lora.method == "vera" and (job.lora.rslora or job.lora.alpha != LoraSection.alpha),
          "Expected no lora.alpha and no lora.rslora with lora.method=vera, whose vectors are its scale."),
         (job.strategy == "qlora" and (job.model.init == "random" or job.model.gguf_file is not None),

@@ -26,6 +26,7 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import replace_file
 from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer._recipes import new_head
@@ -99,14 +100,14 @@ def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     model, found = None, None
     earlier = folders.spent_before(job) if spent is None else spent  # the twin takes the recipe of the private run
     if job.training.missing:
-        model = choose_parameters(load_base(job, processing), job)
+        model = choose_parameters(load_base(job, processing), job, processing)
         job, found = with_recipe(job, model, size, earlier)
     num_steps, spent, plan = job.training.num_steps(size), None, None
     folders.check_spent_units(job)
     if job.privacy.dp_enabled:
         spent, plan = earlier, job.privacy.plan(size, job.batch_size, num_steps, earlier)
         num_steps = plan.num_steps
-    model = choose_parameters(load_base(job, processing), job) if model is None else model
+    model = choose_parameters(load_base(job, processing), job, processing) if model is None else model
     made_up_batch(job, processing)  # which the saved model will be compared on
     return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
 
@@ -301,6 +302,8 @@ def _finish(
         if job.model.pooling == "mean"
         else ("base model", "from_pretrained(path)")
     )
+    if job.model.new_tokens and job.strategy in ADAPTERS:  # PEFT opens the adapter over a base with these rows
+        base = f"{base} after resize_token_embeddings({facts_of_model(prepared.model).tables.tokens})"
     if job.task in FEATURES:
         load = f"`dpfunc predict {folder} TABLE_OR_FOLDER --out FILE`"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load

@@ -133,7 +133,7 @@ def test_the_loss_of_a_record_is_the_models_own(place, task, kind):
     """Of a batch of this record alone; the records are as the task says."""
     place(task, kind)
     job, processing, records = prepared("--init", "random")
-    model = choose_parameters(load_base(job, processing), job).eval()
+    model = choose_parameters(load_base(job, processing), job, processing).eval()
     loss_fn = make_loss_fn(lambda params, **inputs: model(**inputs), LOSSES[task])
     with torch.no_grad():
         for record in records.train[:3]:

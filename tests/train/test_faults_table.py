@@ -511,6 +511,12 @@ def unknown_word():
     return write
 
 
+def padding_last():
+    """The padding token is the last of the tokenizer."""
+    config = json.loads(Path("tiny/tokenizer_config.json").read_text())
+    Path("tiny/tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "money"}))
+
+
 def both(*changes):
     def write():
         for change in changes:
@@ -524,6 +530,9 @@ TABLES = "as the tables of this model have them; got others in at least one reco
 JOBS = {
     "a token beyond the table": ("texts", both(model_of("small bert"), unknown_word()), HEAD, TABLES),
     "a token beyond the table of a language model": ("prompts", both(model_of("small llama"), unknown_word()), ["--prompt_template", "null"], TABLES),
+    "a padding token beyond the table": ("prompts", both(model_of("small llama"), padding_last), [], "got 20 rows in 'tiny' and none for money. Name what is new in model.new_tokens"),
+    "one token of another model's tokenizer": ("prompts", model_of("small llama"), ["--model.new_tokens", "money"], "none for profit, market, sport. Name"),
+    "a new token in a job whose method does not train it": ("prompts", model_of("small llama"), ["--model.new_tokens", "money", "--lora.method", "vera"], "Expected no model.new_tokens with"),
     "more tokens than RoBERTa has positions": ("texts", model_of("roberta"), [*HEAD, "--max_length", 18], "Expected data.max_length <= 17"),
     "more tokens than BERT has positions": ("texts", model_of("bert"), [*HEAD, "--max_length", 65], "Expected data.max_length <= 64"),
 }  # fmt: skip

@@ -24,7 +24,7 @@ def prepared(tmp_path, monkeypatch):
     def read(*flags):
         job = with_shape(read_job("job.yaml", ["--init", "pretrained", *flags]))
         processing = load_processing(job)
-        model = choose_parameters(load_base(job, processing), job)
+        model = choose_parameters(load_base(job, processing), job, processing)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if p.requires_grad:

@@ -36,7 +36,7 @@ def adapted(*flags):
     """The job of this folder, its model before training, and what makes records of it."""
     job = read_job("job.yaml", flags)
     processing = load_processing(job)
-    return job, choose_parameters(load_base(job, processing), job), processing
+    return job, choose_parameters(load_base(job, processing), job, processing), processing
 
 
 def parts(names):

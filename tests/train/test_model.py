@@ -36,7 +36,8 @@ def test_strategies_train_what_they_say(tmp_path, monkeypatch, case):
     write_job(tmp_path, task, "gpt2")
     monkeypatch.chdir(tmp_path)
     job = read_job("job.yaml", ["--strategy", strategy])
-    model = choose_parameters(load_base(job, load_processing(job)), job)
+    processing = load_processing(job)
+    model = choose_parameters(load_base(job, processing), job, processing)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, _ in model.named_parameters() if TRAINED[case](name)}
     assert trained
@@ -48,7 +49,8 @@ def test_the_start_is_drawn_from_the_public_seed(tmp_path, monkeypatch):
 
     def start(seed):
         job = read_job("job.yaml", ["--seed", str(seed)])
-        model = choose_parameters(load_base(job, load_processing(job)), job)
+        processing = load_processing(job)
+        model = choose_parameters(load_base(job, processing), job, processing)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     torch.manual_seed(1)
@@ -148,7 +150,8 @@ def test_a_run_over_a_base_in_4_bits(here, recwarn):
 def test_adapters_are_trained_and_nothing_of_the_base(here, task):
     here(task)
     job = read_job("job.yaml", ["--strategy", "qlora"])
-    model = choose_parameters(load_base(job, load_processing(job)), job)
+    processing = load_processing(job)
+    model = choose_parameters(load_base(job, processing), job, processing)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name or "score.modules_to_save" in name for name in trained)
