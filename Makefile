@@ -4,6 +4,7 @@
 # make bench  every benchmark in one go, and each target beside what was measured: about two hours on two cores
 # make survey   which engine takes each model family
 # make jax    JAX Privacy in an environment of its own, for make bench, which compares with it where it is installed
+# make opake  opake in a folder of its own, for make bench
 # make gpu    the tests and benchmarks that need a GPU, in at most ten minutes
 # make test-torch TORCH=2.14.1   tests of engines, steps, LoRA and Transformers on another torch, in an environment of its own
 # make test-slow   the tests that take long: whole runs of examples and commands, vision models; CI runs both
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow test-torch docs downloads check bench survey jax gpu house clean
+.PHONY: help demo test test-slow test-torch docs downloads check bench survey jax opake gpu house clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -102,6 +103,14 @@ jax: .cache/jax/installed
 	.cache/jax/bin/python -m pip install --quiet --disable-pip-version-check jax-privacy==2.0.0 jax==0.10.2
 	@touch $@
 
+# apart from the environment as well: only the process that measures it reads this folder
+opake: .cache/opake/installed
+
+.cache/opake/installed: Makefile $(BIN)/python
+	$(PIP) --no-deps --target .cache/opake opake-accounting==0.16.1 opake-base==0.16.1 opake-dpsgd==0.16.1 \
+		opake-engine==0.16.1 optree==0.20.0
+	@touch $@
+
 # Without JAX Privacy the table says that it is not installed. One thread a process; freed memory stays with its process,
 # for every contestant (benchmarks/freed_memory.py says why).
 bench: export OMP_NUM_THREADS := 1
@@ -109,6 +118,7 @@ bench: export MALLOC_MMAP_MAX_ := 0
 bench: export MALLOC_TRIM_THRESHOLD_ := 1000000000000
 bench: $(VENV)/dev
 	-$(MAKE) jax
+	-$(MAKE) opake
 	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.noise_cost
 	$(BIN)/python -m benchmarks.small_steps

@@ -40,7 +40,7 @@ WHO = {
     "plain": "plain", "auto": "dpfunc", "opacus-hooks": "Opacus hooks", "opacus-ghost": "Opacus ghost",
     WHOLE_PLAIN: "whole plain", WHOLE_DPFUNC: "whole dpfunc, secure noise", WHOLE_DEVICE: "noise of the device",
 }  # fmt: skip
-# the most that a clipped sum may take of the plain step (issue 42), and a whole step of the clipped sum
+# the most that a clipped sum may take of the plain step, and a whole step of the clipped sum
 CASES = {"mnist": 2.0, "llama-1b": 1.05, "gpt2-124m": 1.5, "vit-b": 1.5, "resnet18-256": None}
 WHOLE_LIMIT = 1.1
 

@@ -25,9 +25,17 @@ if TYPE_CHECKING:  # tests read this file where selenium is not installed
 ROOT = Path(__file__).parents[1]
 WIDTHS = (1280, 400)
 SMALLEST = 11.0
-SHOWN = ("index.html", "notebooks/first_loop.html", "guides/loop.html", "performance.html")
+# What people open first, and what has figures and outputs.
+SHOWN = (
+    "index.html", "quick_start.html", "guides/loop.html", "guides/trainer.html", "comparison.html", "performance.html",
+    "notebooks/first_loop.html",
+)  # fmt: skip
 # What is searched, and the folder of what must come first.
-SEARCHES = {"resume": "guides/", "optimizer": "guides/", "LoRA": ("guides/", "notebooks/"), "sharded": "guides/"}
+SEARCHES = {
+    "resume": "guides/", "optimizer": "guides/", "LoRA": ("guides/", "notebooks/"), "sharded": "guides/",
+    "noise": "guides/noise.html", "chat": "guides/train.html", "epsilon too large": "troubleshooting.html",
+    "BatchNorm": ("troubleshooting.html", "guides/models.html"),
+}  # fmt: skip
 FLAGS = (
     "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
     "disable-component-update", "disable-sync", "allow-file-access-from-files",
@@ -70,9 +78,9 @@ def browser() -> Iterator[Chrome]:
             driver.quit()
 
 
-def width(driver: Chrome, pixels: int) -> None:
+def width(driver: Chrome, pixels: int, height: int = 900) -> None:
     """What the page has to its disposal, also below the least width of a window."""
-    size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    size = {"width": pixels, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
@@ -138,13 +146,17 @@ def searches(driver: Chrome, site: Path) -> list[str]:
 
 
 def shots(driver: Chrome, site: Path, folder: Path) -> None:
-    """Pictures of some pages at each width, for people to look at."""
+    """Pictures of some pages at each width, light and dark, for people to look at."""
     folder.mkdir(parents=True, exist_ok=True)
-    for page in SHOWN:
-        for pixels in WIDTHS:
-            width(driver, pixels)
-            driver.get((site / page).as_uri())
-            driver.save_screenshot(str(folder / f"{page.replace('/', '_').removesuffix('.html')}_{pixels}.png"))
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        for page in SHOWN:
+            for pixels in WIDTHS:
+                width(driver, pixels, height=2400)
+                driver.get((site / page).as_uri())
+                name = f"{page.replace('/', '_').removesuffix('.html')}_{pixels}_{scheme}.png"
+                driver.save_screenshot(str(folder / name))
 
 
 def main(arguments: list[str]) -> int:

@@ -30,7 +30,7 @@ def without_outer_links(text: str, path: str) -> str:
         words, target = link.group(1), normpath(str(PurePosixPath("docs", path).parent / link.group(2)))
         if PurePosixPath(target).parts[0] == "docs":
             return link.group()
-        return f"`{target}`" if words.strip("`") == target else f"{words} (`{target}`)"
+        return f"`{target}`" if target.endswith(words.strip("`")) else f"{words} (`{target}`)"
 
     return LINK.sub(replaced, text)
 

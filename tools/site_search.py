@@ -21,7 +21,7 @@ class Page(Protocol):
 # The first that a page's path begins with counts; others have 1.
 WEIGHTS = {
     "index.md": 0.5, "guides/": 6.0, "quick_start.md": 6.0, "gallery.md": 3.0, "notebooks/": 3.0,
-    "troubleshooting.md": 2.0, "reference/": 0.5, "survey.md": 0.5, "results/": 0.3,
+    "troubleshooting.md": 3.0, "reference/": 0.5, "survey.md": 0.5, "results/": 0.3,
 }  # fmt: skip
 
 

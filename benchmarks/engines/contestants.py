@@ -1,9 +1,10 @@
-"""Who takes part: the step without privacy, dpfunc's engines, Opacus, JAX. Each may change the module it gets."""
+"""Who takes part: the step without privacy, dpfunc's engines, Opacus, opake, JAX. Each may change its module."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,17 +23,20 @@ from benchmarks.measure import AGAINST, ROOT, Contestant, Spec, TakesNoPart
 PLAIN = "plain"
 ENGINES = ("vmap", "loop", "ghost", "auto")
 OPACUS = ("opacus-hooks", "opacus-ghost", "opacus-functorch")
+OPAKE = "opake"
 JAX_PLAIN, JAX_PRIVACY = "jax-plain", "jax-privacy"
 JAX = (JAX_PLAIN, JAX_PRIVACY, *(f"{JAX_PRIVACY}/{size}" for size in (1, 4, 8)))
 WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX = "whole-plain", "whole-dpfunc", "whole-jax"
 WHOLE_DEVICE = "whole-dpfunc-device"  # noise from the GPU
-NAMES = (PLAIN, *ENGINES, *OPACUS, *JAX, WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
+NAMES = (PLAIN, *ENGINES, *OPACUS, OPAKE, *JAX, WHOLE_PLAIN, WHOLE_DPFUNC, WHOLE_JAX)
 OURS = (*ENGINES, WHOLE_DPFUNC, WHOLE_DEVICE)
 INNER = 1 - 2.0**-13  # of the clip norm: dpfunc leaves room for rounding
 JAX_MODES = {JAX_PLAIN: "plain", JAX_PRIVACY: "clipped", WHOLE_JAX: "whole"}
 # JAX has an interpreter of its own: this variable names it, else the one that `make jax` installs is used.
 VARIABLE = "DPFUNC_JAX_PYTHON"
 INSTALLED = ROOT / ".cache" / "jax" / "bin" / "python"
+# opake is installed apart by `make opake`, in a folder that only its own process reads.
+OPAKE_FOLDER = ROOT / ".cache" / "opake"
 LIMIT_SECONDS = 240.0
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
@@ -122,6 +126,32 @@ def opacus_ghost(problem: Problem) -> Contestant:
     return Contestant(step, arrays, clear)
 
 
+def opake(problem: Problem) -> Contestant:
+    """Clipped sum of opake: `vmap(grad)` of the loss of one example.
+
+    Raises:
+        TakesNoPart: it is not installed.
+    """
+    if not OPAKE_FOLDER.exists():
+        raise TakesNoPart("not installed. Run `make opake`.")
+    sys.path.append(str(OPAKE_FOLDER))
+    clipped_grad = importlib.import_module("opake.dpsgd.clipping").clipped_grad
+
+    def loss_fn(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        output = torch.func.functional_call(problem.module, dict(params), (x[None],))
+        return problem.losses(output, y[None])[0]
+
+    grad_fn, state = clipped_grad(loss_fn, clipping_norm=problem.clip_norm, batch_argnums=(1, 2))
+    params = {name: param.detach() for name, param in trained(problem.module).items()}
+
+    def step() -> Mapping[str, Tensor]:
+        nonlocal state
+        clipped, state = grad_fn(params, problem.inputs, problem.targets, state=state)
+        return clipped.pytree
+
+    return Contestant(step, arrays)
+
+
 def whole_plain(problem: Problem) -> Contestant:
     """The plain step, and SGD; its rate is zero, so that each step starts from the same weights."""
     inner, optimizer = plain(problem), torch.optim.SGD(trained(problem.module).values(), lr=0.0)
@@ -154,6 +184,7 @@ OTHERS: dict[str, Callable[[Problem], Contestant]] = {
     WHOLE_DEVICE: partial(whole_dpfunc, source="device"), "opacus-ghost": opacus_ghost,
     "opacus-hooks": partial(opacus_instantiated, functorch=False),
     "opacus-functorch": partial(opacus_instantiated, functorch=True),
+    OPAKE: opake,
 }  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class Counted:
 
     Args:
         title: one line. build: makes the problem. sizes: its arguments. engine: of dpfunc.
-        aim: the most operations that issue 42 wants, where it names them.
+        aim: the most operations that were aimed at, where a number was named.
     """
 
     title: str

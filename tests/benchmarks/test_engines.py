@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from benchmarks.engines.cases import ALL_CASES, CASES
 from benchmarks.engines.contestants import ENGINES, OPACUS, problem_of
 from benchmarks.engines.problem import Truth
 from benchmarks.engines.runner import Truths
-from benchmarks.measure import TOLERANCE
+from benchmarks.measure import TOLERANCE, TakesNoPart
 from dpfunc.engines import vmap
 
 pytestmark = pytest.mark.usefixtures("settings_stay_as_they_were")
@@ -97,6 +99,22 @@ def test_engines_and_peers_agree(case, names):
 @pytest.mark.parametrize("case", small_steps.ALL_CASES)
 def test_small_steps_are_right(case):
     assert judged(case, ["auto"], "benchmarks.small_steps")["auto"] < TOLERANCE
+
+
+def test_a_peer_that_is_not_installed_says_how(monkeypatch, tmp_path):
+    monkeypatch.setattr(contestants, "OPAKE_FOLDER", tmp_path / "missing")
+    with pytest.raises(TakesNoPart, match="make opake"):
+        judged("w3", ["opake"])
+
+
+def test_every_program_is_in_the_table_of_programs():
+    folder = Path(contestants.__file__).parents[1]
+    files = [path for path in folder.glob("*.py") if "__main__" in path.read_text()]
+    programs = {path.stem for path in files} | {path.parent.name for path in folder.glob("*/__main__.py")}
+    text = (folder / "README.md").read_text()
+    assert len(programs) > 20
+    assert [name for name in sorted(programs) if f"`{name}`" not in text] == []
+    assert all((folder / "results" / name).exists() for name in re.findall(r"`(\w+\.json)`", text))
 
 
 def test_a_peer_that_does_not_run_is_an_error():

@@ -169,7 +169,7 @@ def test_commands_of_the_guide_work(tmp_path, monkeypatch):
     write_table(Path("mails.jsonl"), 600)
     Path("job.yaml").write_text(blocks("yaml")[0])
     Path("prompts.jsonl").write_text(blocks("json")[0])
-    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+    commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
     assert [command[0] for command in commands].count("dpfunc") == 9
     for command in commands:
         if command[0] == "torchrun":  # tests/distributed/test_launch.py starts such commands

@@ -27,6 +27,20 @@ def test_every_page_with_blocks_has_its_test():
     assert all((ROOT / path).exists() and path.startswith("tests/newcomer/") for path in shown)
 
 
+def test_code_is_at_most_84_columns_wide():
+    """What a page of the site shows beside its two menus; tools/site.py looks at what is wider, in a browser."""
+    pages = {path: path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md"))}
+    code = [
+        (path.name, block)
+        for path, text in pages.items()
+        for block in re.findall(r"^```.*?^```", text, re.M | re.DOTALL)
+    ]
+    shown = re.findall(r'^--8<-- "(.*)"$', pages[DOCS / "gallery.md"], re.MULTILINE)
+    code += [(path, (ROOT / path).read_text()) for path in shown]
+    assert len(code) > 150
+    assert [(name, line) for name, block in code for line in block.splitlines() if len(line) > 84] == []
+
+
 def digits(return_X_y):
     """The digits of scikit-learn 1.9.1, from its file."""
     table = np.loadtxt(ROOT / "tests" / "_support" / "digits.csv.gz", delimiter=",")

@@ -83,6 +83,7 @@ def test_links_out_of_the_site_become_names():
         "See contributing (`CONTRIBUTING.md`), [trust](trust.md#what) and ![a](../b.png)."
     )
     assert without_outer_links("[`examples/x.md`](../../examples/x.md)", "guides/a.md") == "`examples/x.md`"
+    assert without_outer_links("[x.md](../../examples/x.md)", "guides/a.md") == "`examples/x.md`"
     assert without_outer_links("[a](../trust.md)", "guides/a.md") == "[a](../trust.md)"
     assert without_outer_links("[a](https://example.org/b)", "index.md") == "[a](https://example.org/b)"
 

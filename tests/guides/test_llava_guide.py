@@ -42,7 +42,7 @@ def run_block(kind, text, names):
         Path(re.match(r"# (\S+)\n", text).group(1)).write_text(text)
         return text
     if kind == "bash":
-        return "\n".join(run_command(line) for line in text.splitlines() if line.strip())
+        return "\n".join(run_command(line) for line in text.replace("\\\n", "").splitlines() if line.strip())
     assert kind == "python", f"a block of kind {kind} that nobody runs"
     printed = StringIO()
     with redirect_stdout(printed):
@@ -110,13 +110,13 @@ def block_with(outputs, text):
 def test_the_whole_guide_runs(outputs):
     """And prints what the page says: the table, dry run and training, metrics, what was spent, and how a run goes on."""
     assert len(outputs) == len(BLOCKS) >= 18
-    for line in block_with(outputs, "print(strategy_table(").splitlines():
+    for line in block_with(outputs, "print(table)").splitlines():
         assert f"\n{line}\n" in GUIDE
     trained = block_with(outputs, "dpfunc train llava.yaml --dry-run\ndpfunc train llava.yaml\n")
     assert "Nothing was trained" in trained
     spent = re.compile(r"Spent: epsilon=([\d.]+)")
     assert spent.search(block_with(outputs, "--resume")).group(1) == spent.search(trained).group(1)
-    printed = dict(line.split() for line in block_with(outputs, 'for name in ("epsilon", "delta"').splitlines())
+    printed = dict(line.split() for line in block_with(outputs, 'names = ["epsilon", "delta"').splitlines())
     assert 0 < float(printed["epsilon"]) <= float(printed["target_epsilon"]) == 8.0
     assert (printed["global_step"], float(printed["max_grad_norm"])) == ("6", 0.1)
     logged = block_with(outputs, "trainer.train()")

@@ -22,9 +22,18 @@ def loss_fn(params, batch):
 
 
 d = sum(p.numel() for p in params.values())
-recipe = dpfunc.recipes.recipe("head", dataset_size=1000, epsilon=3.0, delta=1e-5, num_classes=2, num_parameters=d)
+recipe = dpfunc.recipes.recipe(
+    "head",
+    dataset_size=1000,
+    epsilon=3.0,
+    delta=1e-5,
+    num_classes=2,
+    num_parameters=d,
+)
 plan = recipe.plan()
-dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=dpfunc.Journal("journal.jsonl", plan))
+dp_step = dpfunc.make_dp_step(
+    loss_fn, plan, journal=dpfunc.Journal("journal.jsonl", plan)
+)
 state = dp_step.init(params, key=dpfunc.secure_key())
 optimizer = recipe.optimizer(params.values())
 scheduler = recipe.scheduler(optimizer)

@@ -15,7 +15,14 @@ def pictures(n):
 
 
 dataset = torch.utils.data.TensorDataset(*pictures(2000))
-layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 3)]
+layers = [
+    nn.Conv2d(1, 8, 3, padding=1),
+    nn.BatchNorm2d(8),
+    nn.ReLU(),
+    nn.MaxPool2d(2),
+    nn.Flatten(),
+    nn.Linear(128, 3),
+]
 model = dpfunc.functional.replace_batchnorm(nn.Sequential(*layers))
 forward, params = dpfunc.functionalize(model)
 
@@ -25,7 +32,9 @@ def loss_fn(params, batch):
 
 
 d = sum(p.numel() for p in params.values())
-recipe = dpfunc.recipes.recipe("full", dataset_size=len(dataset), epsilon=8.0, delta=1e-5, num_parameters=d)
+recipe = dpfunc.recipes.recipe(
+    "full", dataset_size=len(dataset), epsilon=8.0, delta=1e-5, num_parameters=d
+)
 plan = recipe.plan()
 dp_step = dpfunc.make_dp_step(loss_fn, plan, microbatch_size=256)
 state = dp_step.init(params, key=dpfunc.secure_key())

@@ -1,4 +1,4 @@
-"""Training, and then the mean loss of the private records with noise of its own, under one budget."""
+"""Training, then the mean loss of private records, under one budget."""
 
 import torch
 from torch.nn import functional as F
@@ -12,11 +12,19 @@ forward, params = dpfunc.functionalize(dpfunc.recipes.Head(6, 2))
 
 
 def loss_fn(params, batch):
-    return F.cross_entropy(forward(params, batch["x"]), batch["y"], reduction="none")
+    return F.cross_entropy(
+        forward(params, batch["x"]), batch["y"], reduction="none"
+    )
 
 
-plan = dpfunc.Plan.for_budget(epsilon=2.5, delta=1e-5, dataset_size=4000, expected_batch_size=800, num_steps=50,
-                              clip=clipping.Flat(clip_norm=1.0))  # fmt: skip
+plan = dpfunc.Plan.for_budget(
+    epsilon=2.5,
+    delta=1e-5,
+    dataset_size=4000,
+    expected_batch_size=800,
+    num_steps=50,
+    clip=clipping.Flat(clip_norm=1.0),
+)
 journal = dpfunc.Journal("journal.jsonl", plan)
 dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=journal)
 state = dp_step.init(params, key=dpfunc.secure_key())
@@ -26,8 +34,17 @@ for indices in plan.batches(state):
     dpfunc.set_grads(params, grads)
     optimizer.step()
 losses = loss_fn(params, data).detach()
-released = dpfunc.release_mean(losses, bound=2.0, noise_multiplier=8.0, dataset_size=4000, delta=1e-5, epsilon=3.0,
-                               key=dpfunc.secure_key(), ledger=state.ledger, journal=journal.path)  # fmt: skip
+released = dpfunc.release_mean(
+    losses,
+    bound=2.0,
+    noise_multiplier=8.0,
+    dataset_size=4000,
+    delta=1e-5,
+    epsilon=3.0,
+    key=dpfunc.secure_key(),
+    ledger=state.ledger,
+    journal=journal.path,
+)
 truth = float(losses.clamp(max=2.0).mean())
 trained = state.ledger.epsilon(plan.delta).epsilon
 epsilon = released.ledger.epsilon(plan.delta).epsilon

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a run, which goes on from its newest checkpoint with the same bits."""
+"""Ctrl-C in a run, which goes on from its newest checkpoint with the same bits."""
 
 from signal import SIGINT, raise_signal
 
@@ -8,7 +8,8 @@ from torch.nn import functional as F
 import dpfunc
 from dpfunc import clipping
 
-rule, seen, files = clipping.Automatic(), {}, {"data": "made up", "journal": "run/journal.jsonl"}
+rule, seen = clipping.Automatic(), {}
+files = {"data": "made up", "journal": "run/journal.jsonl"}
 dataset = [(torch.randn(8), i % 2) for i in range(500)]
 forward, start = dpfunc.functionalize(torch.nn.Linear(8, 2))
 
@@ -17,8 +18,17 @@ def loss_fn(params, batch):
     return F.cross_entropy(forward(params, batch[0]), batch[1], reduction="none")
 
 
-plan = dpfunc.Plan.for_budget(epsilon=3, delta=1e-5, dataset_size=500, expected_batch_size=50, num_steps=20, clip=rule)
-dp_step = dpfunc.make_dp_step(loss_fn, plan, journal=dpfunc.Journal("run/journal.jsonl", plan))
+plan = dpfunc.Plan.for_budget(
+    epsilon=3,
+    delta=1e-5,
+    dataset_size=500,
+    expected_batch_size=50,
+    num_steps=20,
+    clip=rule,
+)
+dp_step = dpfunc.make_dp_step(
+    loss_fn, plan, journal=dpfunc.Journal("run/journal.jsonl", plan)
+)
 
 
 def train(params, state, stop_at=None):

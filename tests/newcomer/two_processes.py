@@ -1,4 +1,4 @@
-"""Two processes take each step together: `torchrun --nproc-per-node 2 two_processes.py`."""
+"""Each step by two: `torchrun --nproc-per-node 2 two_processes.py`."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,19 @@ forward, params = dpfunc.functionalize(torch.nn.Linear(8, 2))
 
 
 def loss_fn(params, batch):
-    return F.cross_entropy(forward(params, batch["x"]), batch["y"], reduction="none")
+    return F.cross_entropy(
+        forward(params, batch["x"]), batch["y"], reduction="none"
+    )
 
 
-plan = dpfunc.Plan.for_budget(epsilon=3.0, delta=1e-5, dataset_size=2000, expected_batch_size=400, num_steps=20,
-                              clip=clipping.Automatic())  # fmt: skip
+plan = dpfunc.Plan.for_budget(
+    epsilon=3.0,
+    delta=1e-5,
+    dataset_size=2000,
+    expected_batch_size=400,
+    num_steps=20,
+    clip=clipping.Automatic(),
+)
 dp_step = dpfunc.make_dp_step(loss_fn, plan, ranks=ranks)
 state = dp_step.init(params, distributed.shared_key(ranks))
 optimizer = torch.optim.Adam(params.values(), lr=0.05)

@@ -1,6 +1,6 @@
 """Strategies of correlated noise against dense matrices, searches over all participations, and published values.
 
-Published values are those that another library computed in float64 (issue 45, item 3), for n = 512 steps, 64 steps
+Published values are those that another library computed in float64, for n = 512 steps, 64 steps
 between participations and at most 8 of them; and of arXiv 2601.22334 for lambda-CGD.
 """
 
