@@ -72,7 +72,7 @@ def test_the_ordinary_script_becomes_private_by_the_diff(place):
 
 def test_the_script_over_people_runs(place):
     script, people = blocks()[0], next(block for block in blocks() if "CollatePersons" in block)
-    setup = script.split("\nargs = ")[0].replace(", Trainer, ", ", ")
+    setup = script.split("\nargs = ")[0]
     names = pages.run(setup + people, authors=[f"p{i % 97}" for i in range(300)])
     trainer = names["trainer"]
     assert trainer.plan.sampler.dataset_size == 97
