@@ -273,7 +273,11 @@ def _read_run(folder: Path) -> _Part:
     """The record of a run and the steps in its journal, which must agree, and the digests of its files."""
     expect((folder / RECORD_FILE).is_file(), f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
     journals = sorted(folder.glob("*journal.jsonl"))
-    expect(len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
+    expect(
+        len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals),
+        f"A private search leaves none: its record, {RECORD_FILE}, says what it has cost. Check it: dpfunc ledger "
+        "check." if not journals else "",
+    )  # fmt: skip
     record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
     counted = whole_ledger(runs.values())
     if record.run not in runs or counted != record.ledger:

@@ -9,6 +9,7 @@ from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
     from dpfunc.hf.chats import chat_messages, chat_tokens, show_chat
+    from dpfunc.hf.pairs import pair_messages, pair_tokens, show_pair
     from dpfunc.hf.preferences import CollatePairs, Preference, reference_log_probabilities
     from dpfunc.hf.tasks import make_loss_fn
     from dpfunc.hf.trainer.arguments import PrivacyArguments
@@ -22,8 +23,11 @@ __all__ = [
     "chat_messages",
     "chat_tokens",
     "make_loss_fn",
+    "pair_messages",
+    "pair_tokens",
     "reference_log_probabilities",
     "show_chat",
+    "show_pair",
 ]
 
 if not TYPE_CHECKING:
@@ -33,6 +37,7 @@ if not TYPE_CHECKING:
             "trainer.trainer": "DPTrainer",
             "trainer.arguments": "PrivacyArguments",
             "chats": "chat_messages chat_tokens show_chat",
+            "pairs": "pair_messages pair_tokens show_pair",
             "tasks": "make_loss_fn",
             "preferences": "CollatePairs Preference reference_log_probabilities",
         },

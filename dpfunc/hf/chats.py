@@ -8,7 +8,7 @@ Roles, several formats and tool calls become one list of messages; the chat temp
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, cast
 
 from jinja2.exceptions import TemplateError
@@ -42,6 +42,9 @@ _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _NOT_LEARNT = ("weight", "train", "loss")  # by which some formats leave single turns out
 _OWN = ("role", "from", "content", "value", *_NOT_LEARNT)
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")  # the template itself says which text is the assistant's
+_SPOKEN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # turns in a text, as Anthropic's files have them
+_WRITTEN = re.compile(r"""\s*\[\s*\{(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""", re.DOTALL)
+_MADE_UP_NAME = "made_up_function_{}_of_none"
 _MENDING = (
     "Write {% generation %} and {% endgeneration %} around what the assistant says in tokenizer.chat_template, save "
     "the tokenizer, and name its folder (model.tokenizer in a job)"
@@ -54,8 +57,9 @@ def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
     Args:
         record: a row of a table, private. columns: those that the chat is made of, by default the first of `FORMATS`
             that the record has. One is a list of turns, with `role` and `content` (OpenAI, Hugging Face) or `from` and
-            `value` (ShareGPT, LLaVA). Of several (prompt and completion, Alpaca) the last is the answer, the others
-            are one question; each is a text, or a list of turns.
+            `value` (ShareGPT, LLaVA), or a text of turns behind `Human:` and `Assistant:` (Anthropic). Of several
+            (prompt and completion, Alpaca) the last is the answer, the others are one question; each is a text, or a
+            list of turns.
 
     Returns:
         Messages with the roles system, developer, user, assistant and tool. Parts of content that are all texts become
@@ -77,10 +81,10 @@ def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
             f"without {' and '.join(names) or 'any of them'}. Name yours: columns (data.chat in a job)."
         )
     *asked, answer = (record[name] for name in names)
-    before = _turns(asked, "user") if asked else []
-    found = [_message(turn) for turn in [*before, *_turns([answer], "assistant" if asked else None)]]
+    before = turns(asked, "user") if asked else []
+    found = [*before, *turns([answer], "assistant" if asked else None)]
     refuse(
-        (any(_message(turn)["role"] == "assistant" for turn in before),
+        (any(turn["role"] == "assistant" for turn in before),
          "Expected a prompt without turns of the assistant, all of which would be learnt. Write the chat as one list "
          "of turns if they are to be, or as one text if they are not."),
         (all(turn["role"] != "assistant" for turn in found),
@@ -89,17 +93,45 @@ def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
     return found
 
 
-def _turns(values: Sequence[Any], role: str | None) -> list[Any]:
-    """The turns in a list; or texts as one turn of this role."""
-    if len(values) == 1 and isinstance(values[0], list | tuple):
-        return list(values[0])
+def turns(values: Sequence[Any], role: str | None) -> list[Message]:
+    """The turns in a list, of a turn alone, or in a text that names who speaks; or texts as one turn of this role."""
+    first = values[0] if len(values) == 1 else None
+    if isinstance(first, Mapping):
+        refuse((first.get("tools"), "Expected the tools of a chat in a column of their own (data.tools_column in a "
+                "job), got them beside its turns."))  # fmt: skip
+        first = first.get("messages", [first])
+    if isinstance(first, list | tuple):
+        return [_message(turn) for turn in first]
     texts = [value for value in values if value is not None and value != ""]
-    if role is None or not all(isinstance(value, str) for value in texts):
+    plain = all(isinstance(value, str) for value in texts)
+    refuse(
+        (plain and any(map(written_turns, texts)),
+         "Expected turns of a chat as a list, or as a text of JSON in a job, got a text in which they are written in "
+         "another way. Write the table as a .jsonl, or read the text (json.loads, or ast.literal_eval)."),
+    )  # fmt: skip
+    spoken = _spoken(texts[0]) if plain and role != "assistant" and len(texts) == 1 else []
+    if role == "user" and spoken[-1:] == [{"role": "assistant", "content": ""}]:
+        spoken.pop()  # it asks for the answer
+    if spoken:
+        return [_message(turn) for turn in spoken]
+    if role is None or not plain:
         raise InvalidArgument(
             "Expected a list of turns, each with role and content, or from and value; or texts, of which several "
             "columns have a question and its answer."
         )
-    return [{"role": role, "content": "\n\n".join(texts)}]
+    return [_message({"role": role, "content": "\n\n".join(texts)})]
+
+
+def _spoken(text: str) -> list[Message]:
+    """The turns in a text that begins with the name of who speaks; of any other text none."""
+    begin, *spoken = _SPOKEN.split(text)
+    pairs = [] if begin.strip() else zip(spoken[::2], spoken[1::2], strict=True)
+    return [{"role": "user" if who == "Human" else "assistant", "content": said.strip()} for who, said in pairs]
+
+
+def written_turns(text: str) -> bool:
+    """True for a text that is a list of turns, in JSON or as Python writes it: it is no text to learn from."""
+    return _WRITTEN.match(text) is not None
 
 
 def _message(turn: Any) -> Message:
@@ -120,7 +152,7 @@ def _message(turn: Any) -> Message:
         (any(turn.get(name) is not None and not turn[name] for name in _NOT_LEARNT),
          "Expected turns of the assistant that are all learnt, got one that is marked as not to be (weight, train or "
          "loss). Leave the turn out, or the mark."),
-        (role == "assistant" and not content and not calls,
+        (role == "assistant" and not calls and not (content.strip() if isinstance(content, str) else content),
          "Expected each turn of the assistant to say something, or to call a tool, got an empty one. Leave it out."),
     )  # fmt: skip
     return {"role": role, "content": content, **others}
@@ -171,7 +203,7 @@ def _json(value: Any) -> Any:
 
 def chat_tokens(
     tokenizer: Any, messages: Sequence[Message], *, max_length: int, learn: str = "assistant",
-    tools: Sequence[Any] | None = None,
+    tools: Sequence[Any] | None = None, context: int = 0,
 ) -> dict[str, list[int]]:  # fmt: skip
     """Token ids of a chat, and labels: the ids of what the assistant says, -100 elsewhere.
 
@@ -183,7 +215,7 @@ def chat_tokens(
     Args:
         tokenizer: a fast one, with a chat template. messages: as `chat_messages` returns them, texts alone.
         max_length: >= 2. learn: `"assistant"`, or `"all"` for every token. tools: definitions of functions, which the
-            template shows.
+            template shows. context: so many turns at the beginning are context: nothing of them is learnt.
 
     Returns:
         `input_ids` and `labels`, private: a record for DataCollatorForSeq2Seq and for the loss `"causal_lm"`.
@@ -199,11 +231,12 @@ def chat_tokens(
         (test_losses_of_chats_equal_single_chats), no length leaves nothing (test_every_length_leaves_a_target).
     """
     integer("max_length", max_length, minimum=2)
+    integer("context", context, minimum=0)
     one_of("learn", learn, ("assistant", "all"))
     refuse((any(not isinstance(message.get("content", ""), str) for message in messages),
             "Expected a chat of texts, got one with images, which a language model does not read. Take a "
             "vision-language model: task vqa in a job, or dpfunc.hf.vision_language.image_text_collator."))  # fmt: skip
-    ids, learnt = encode(tokenizer, messages, tools=tools)
+    ids, learnt = encode(tokenizer, messages, tools=tools, context=context)
     ids, labels = cut(ids, [True] * len(ids) if learn == "all" else learnt, max_length)
     return {"input_ids": ids, "labels": labels}
 
@@ -215,9 +248,10 @@ def asked(tokenizer: Any, question: str) -> list[int]:
 
 
 def encode(
-    tokenizer: Any, messages: Sequence[Message], *, template: str | None = None, tools: Sequence[Any] | None = None
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole chat, and for each of them if the assistant says it; template: that of a processor, e.g."""
+    tokenizer: Any, messages: Sequence[Message], *, template: str | None = None, tools: Sequence[Any] | None = None,
+    context: int = 0,
+) -> tuple[list[int], list[bool]]:  # fmt: skip
+    """Token ids of a whole chat, and for each if the assistant says it behind the context; template: of a processor."""
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     try:
         template = tokenizer.get_chat_template(template, tools)
@@ -233,11 +267,11 @@ def encode(
     turns = list(messages)
     try:
         text = tokenizer.apply_chat_template(turns, **given, tokenize=False)
-        _check_functions(text, messages, tools or (), name)
+        _check_functions(tokenizer, turns, given, name)
         spans = (
-            _marked(tokenizer, turns, text, given)
+            _marked(tokenizer, turns, text, given, context)
             if _MARKS.search(template)
-            else [*_spans(tokenizer, turns, text, given, name)]
+            else [*_spans(tokenizer, turns, text, given, name, context)]
         )
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, InvalidArgument):
@@ -245,46 +279,68 @@ def encode(
         kind = type(error).__name__
     else:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        begins = [first for first, _ in found["offset_mapping"]]
-        return list(found["input_ids"]), [any(low <= place < high for low, high in spans) for place in begins]
+        places = found["offset_mapping"]  # of a token with the space before the first word, that begins before it
+        return list(found["input_ids"]), [
+            any(low < end and begin < high for low, high in spans) for begin, end in places
+        ]
     raise InvalidArgument(
         f"Expected a chat that the chat template of {name!r} takes, got {kind} from it. Many take no system turn, or "
         "want the user and the assistant to speak in turn, the user first, or contents that are texts."
     )
 
 
-def _check_functions(text: str, messages: Sequence[Message], tools: Sequence[Any], name: str) -> None:
-    """Check that the text names each function: templates leave out what they do not know, without a word."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if not all(str(_call(each)["function"]["name"]) in text for each in [*calls, *tools]):
+def _check_functions(tokenizer: Any, messages: Sequence[Message], given: Mapping[str, Any], name: str) -> None:
+    """Check that the text names each function: templates leave out what they do not know, without a word.
+
+    The functions have made-up names meanwhile: the name of a function may stand in a question, too.
+    """
+    numbers = count()
+    turns = [
+        {**turn, "tool_calls": [_renamed(call, numbers) for call in turn["tool_calls"]]}
+        if turn.get("tool_calls") else turn
+        for turn in messages
+    ]  # fmt: skip
+    tools = [_renamed(tool, numbers) for tool in given["tools"] or ()]
+    if not (total := next(numbers)):
+        return
+    text = tokenizer.apply_chat_template(turns, **{**given, "tools": tools or None}, tokenize=False)
+    if not all(_MADE_UP_NAME.format(number) in text for number in range(total)):
         raise InvalidArgument(
             f"Expected a chat template that writes tool calls and definitions of tools, got that of {name!r}, which "
             "leaves them out: the assistant would learn to say nothing. Take a tokenizer whose template has them."
         )
 
 
+def _renamed(each: Any, numbers: Iterator[int]) -> Any:
+    """A call or a definition of a function with a name that no other text has."""
+    own = {**_call(each)["function"], "name": _MADE_UP_NAME.format(next(numbers))}
+    function = {key: own[key] for key in each.get("function", each)}
+    return {**each, "function": function} if "function" in each else function
+
+
 def _marked(
-    tokenizer: Any, messages: Sequence[Message], text: str, given: Mapping[str, Any]
+    tokenizer: Any, messages: Sequence[Message], text: str, given: Mapping[str, Any], context: int
 ) -> Sequence[tuple[int, int]]:
     """First and last place of what the template marks; `return_assistant_tokens_mask` itself loses the turns behind one
     that begins with white space of which the tokenizer makes no token, and learns all that is behind one that ends so.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    chats = [messages, messages[:context]] if context else [messages]
     written, found = render_jinja_template(
-        [messages], **given, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+        chats, **given, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
     )
-    if written != [text]:
+    if written[0] != text:
         raise ValueError
-    return cast(Sequence[tuple[int, int]], found[0])
+    return cast(Sequence[tuple[int, int]], found[0])[sum(map(len, found[1:])) :]
 
 
 def _spans(
-    tokenizer: Any, messages: Sequence[Message], text: str, given: Mapping[str, Any], name: str
+    tokenizer: Any, messages: Sequence[Message], text: str, given: Mapping[str, Any], name: str, context: int
 ) -> Iterator[tuple[int, int]]:
     """First and last place of what each turn of the assistant adds to the text."""
     for place, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if place < context or message["role"] != "assistant":
             continue
         asked, answered = list(messages[:place]), list(messages[: place + 1])
         before = tokenizer.apply_chat_template(asked, **given, tokenize=False, add_generation_prompt=True)
@@ -327,6 +383,11 @@ def show_chat(tokenizer: Any, *, template: str | None = None, parts: bool = Fals
         ids, learnt = encode(tokenizer, made, template=template)
     except InvalidArgument:
         ids, learnt = encode(tokenizer, made[:2], template=template)
+    return bracketed(tokenizer, ids, learnt)
+
+
+def bracketed(tokenizer: Any, ids: Sequence[int], learnt: Sequence[bool]) -> str:
+    """The text of these tokens in one line, with what is learnt in [[ ]]."""
     pieces = []
     for is_learnt, group in groupby(zip(learnt, ids, strict=True), key=lambda pair: pair[0]):
         piece = tokenizer.decode([one for _, one in group], clean_up_tokenization_spaces=False)

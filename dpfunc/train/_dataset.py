@@ -6,6 +6,7 @@ May import: its folder, features and below. Trusted: yes.
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -22,6 +23,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.features.tables import TableFeatures, number_of
 from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
+from dpfunc.hf.pairs import distinct, pair_messages, pair_tokens, show_pair
 from dpfunc.hf.preferences import ANSWERS, CollatePairs
 from dpfunc.hf.vision_language import image_text_collator
 from dpfunc.hf.vision_language._images import check_readable, messages_with_images
@@ -29,8 +31,8 @@ from dpfunc.rng import fold_in, insecure_key
 from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train._features import check_table
 from dpfunc.train._views import views_of
-from dpfunc.train.config import FEATURES, DataSection, Job
-from dpfunc.train.tables import Row, Table, read_images, read_table, split
+from dpfunc.train.config import FEATURES, LANGUAGE, DataSection, Job
+from dpfunc.train.tables import TURNS, Row, Table, read_images, read_table, split
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
 
@@ -184,9 +186,9 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     values = [*(data.chat or ()), *([data.tools_column] if data.tools_column else [])]
     if data.chat:  # the last has the answer; a chat may have no image and no tools, a question no second part
         values += [data.image_column] if job.task == "vqa" else []
-        optional = [*data.chat[1:-1], *values[len(data.chat) :]]
-    elif job.task in ("causal_lm", "seq2seq", "preference"):  # a part of a prompt may be empty, what is learnt may not
-        optional = [column for column in columns_of(job) if column not in _learnt(job)]
+        optional = [*data.chat[1 : -len(learnt_columns(job))], *values[len(data.chat) :]]
+    elif job.task in LANGUAGE:  # a part of a prompt may be empty, what is learnt may not
+        optional = [column for column in columns_of(job) if column not in learnt_columns(job)]
     return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, values=values, optional=optional)
 
 
@@ -237,7 +239,7 @@ def columns_of(job: Job) -> tuple[str, ...]:
     """The columns that the job reads, except the column of its unit."""
     data = job.data
     match job.task:
-        case "causal_lm" | "vqa" if data.chat is not None:
+        case "causal_lm" | "vqa" | "preference" if data.chat is not None:
             others = data.image_column if job.task == "vqa" else data.tools_column
             return (*data.chat, *([others] if others else []))
         case "vqa":
@@ -256,9 +258,11 @@ def columns_of(job: Job) -> tuple[str, ...]:
     return tuple(filter(None, (data.text_column, data.text_pair_column, data.label_column)))
 
 
-def _learnt(job: Job) -> tuple[str, ...]:
+def learnt_columns(job: Job) -> tuple[str, ...]:
     """The columns of a language model's job with what it learns to write."""
     data = job.data
+    if data.chat:
+        return data.chat[-2:] if job.task == "preference" else data.chat[-1:]
     both = data.chosen_column, data.rejected_column
     return both if job.task == "preference" else (data.response_column or data.text_column,)
 
@@ -266,11 +270,17 @@ def _learnt(job: Job) -> tuple[str, ...]:
 def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
-    if data.chat:
+    turns = [column for column in columns_of(job) if job.task in LANGUAGE and chats.written_turns(row[column])]
+    refuse(
+        (turns and not data.chat,
+         f"Expected texts in {where}, got turns of a chat, written as a text, in {', '.join(turns)}. {TURNS}"),
+    )  # fmt: skip
+    if data.chat or job.task == "preference":
         try:
-            _said(job, processing, row, folder)
+            record_of(job, processing, row, folder)
         except InvalidArgument as error:
-            raise InvalidArgument(f"The chat in {where} cannot be used. {error}") from None
+            what = "pair" if job.task == "preference" else "chat"
+            raise InvalidArgument(f"The {what} in {where} cannot be used. {error}") from None
     match job.task:
         case "text_classification" | "table_classification":
             _check_known([row[data.label_column]], data, where)
@@ -334,14 +344,14 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path, *, views: int =
         return _said(job, processing, row, folder)
     match job.task:
         case "causal_lm":
-            return language_record(processing, _prompt(row, data), row[_learnt(job)[0]], data)
+            return language_record(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
         case "preference":
-            answers = zip(ANSWERS, _learnt(job), strict=True)
-            return {
+            answers = zip(ANSWERS, learnt_columns(job), strict=True)
+            return distinct({
                 name: language_record(processing, _prompt(row, data), row[column], data) for name, column in answers
-            }
+            }, data.max_length)  # fmt: skip
         case "seq2seq":
-            return _translated(processing, _prompt(row, data), row[_learnt(job)[0]], data)
+            return _translated(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
         case "vqa":
             return _asked(processing, row, data, folder)
         case "token_classification":
@@ -386,27 +396,27 @@ def _images(data: DataSection, row: Row) -> list[str]:
 
 
 def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
-    """The values of JSON in columns; a text in a column of turns is JSON itself, as a .csv has it."""
+    """The values of JSON in columns; turns, or one column alone, may be a text of JSON in it, as a .csv has them."""
     found = {column: json.loads(row[column]) if row[column] else None for column in columns}
-    first = found[columns[0]]
-    if len(columns) == 1 and isinstance(first, str):
-        try:
-            return {columns[0]: json.loads(first)}
-        except ValueError:
-            return found
+    for column, value in found.items():
+        if isinstance(value, str) and (len(columns) == 1 or chats.written_turns(value)):
+            with suppress(ValueError, RecursionError):
+                found[column] = json.loads(value)
     return found
 
 
 def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
-    """Token ids and labels of a chat; or the chat with the paths of its images, which has a mask."""
-    data, tools = job.data, None
-    turns = chats.chat_messages(_values(row, data.chat or ()), data.chat)
+    """Token ids and labels of a chat, or of both of a pair; or the chat with the paths of its images."""
+    data, tools, values = job.data, None, _values(row, job.data.chat or ())
+    if data.tools_column is not None:
+        tools = _values(row, [data.tools_column])[data.tools_column]
+    if job.task == "preference":
+        return pair_tokens(processing, pair_messages(values, data.chat), max_length=data.max_length, tools=tools)
+    turns = chats.chat_messages(values, data.chat)
     if job.task == "vqa":
         sample = {"messages": turns, "images": [str(folder / image) for image in _images(data, row)]}
         messages_with_images(processing, sample)
         return sample
-    if data.tools_column is not None:
-        tools = _values(row, [data.tools_column])[data.tools_column]
     return chats.chat_tokens(
         processing, turns, max_length=data.max_length, tools=tools,
         learn="assistant" if data.loss_on == "response" else "all",
@@ -417,6 +427,8 @@ def chat_lines(job: Job, processing: Any) -> list[str]:
     """A made-up chat as the template writes it, with what is learnt."""
     if not job.data.chat:
         return []
+    if job.task == "preference":
+        return [f"chat: what is learnt of a made-up pair stands in [[ ]]: {show_pair(processing)}"]
     inside = job.task == "vqa"
     tokenizer, template = (processing.tokenizer, processing.chat_template) if inside else (processing, None)
     said = chats.show_chat(tokenizer, template=template, parts=inside)

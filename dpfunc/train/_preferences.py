@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
-from dpfunc.hf.preferences import REFERENCE, CollatePairs, Preference, reference_log_probabilities
+from dpfunc.hf.preferences import REFERENCE, CollatePairs, Preference, margins, reference_log_probabilities
+from dpfunc.hf.trainer._run import called
 from dpfunc.train._dataset import PadRight, Records
 from dpfunc.train.config import LOSSES, Job
 
@@ -47,6 +48,12 @@ def with_references(job: Job, model: nn.Module, records: Records, *, shows: bool
     with shown, torch.autocast(device, torch.bfloat16, enabled=job.training.bf16):
         train, evaluation = (tuple(map(referred, each)) for each in (records.train, records.evaluation))
     return dataclasses.replace(records, train=train, evaluation=evaluation)
+
+
+def is_preferred(job: Job, model: Any, batch: Mapping[str, Tensor]) -> bool:
+    """True if the chosen answer of the only pair of a batch has gained more probability than the rejected one."""
+    with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=job.training.bf16):
+        return bool(margins(called(model, model), {}, batch)[0] > 0)
 
 
 def without_references(job: Job, records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

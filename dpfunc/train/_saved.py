@@ -18,8 +18,9 @@ from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
 from dpfunc.hf.chats import MADE_UP
+from dpfunc.hf.pairs import MADE_UP_PAIR
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.train._dataset import collator, columns_of, record_of
+from dpfunc.train._dataset import collator, columns_of, learnt_columns, record_of
 from dpfunc.train._features import Front, load_features, save_features
 from dpfunc.train._model import load_base, load_processing, one_line
 from dpfunc.train._preferences import loss_of_record, without_references
@@ -140,9 +141,11 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
 
 
 def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[str, str]) -> dict[str, str]:
-    """The columns of a chat: a question and its answer; of turns the question has the image of the row."""
+    """The columns of a chat: a question and its answer; of turns the question has the image of the row; or a pair."""
     said: dict[str, Any] = {column: row[column] for column in columns}
     image = [{"type": "image"}] if job.task == "vqa" and len(columns) == 1 else []
+    if job.task == "preference" and len(columns) == 2:
+        said = dict(zip(columns, MADE_UP_PAIR, strict=True))
     if len(columns) == 1:
         asked, answered = MADE_UP[2 * number : 2 * number + 2]
         said[columns[0]] = [{**asked, "content": [*image, {"type": "text", "text": asked["content"]}]}, answered]
@@ -167,6 +170,8 @@ def _made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:
         row[column] = str(low + (high - low) * (place + number / 2) / (len(numbers) + 2))
     row |= {column: values[number % len(values)] for column, values in (data.categories or {}).items()}
     row[data.label_column] = data.classes[number] if data.classes else "0.5"
+    if job.task == "preference":
+        row[learnt_columns(job)[1]] += " too"  # whatever the tokenizer knows, the answers have as many tokens as words
     if data.chat:
         row |= _made_up_chat(job, data.chat, number, row)
     if job.task == "token_classification":

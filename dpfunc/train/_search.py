@@ -39,17 +39,22 @@ from dpfunc.train._config_file import GRID_KEYS
 from dpfunc.train._dataset import Records, collator, count_records, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
+from dpfunc.train._preferences import is_preferred
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train._saved import save_model
 from dpfunc.train.config import ADAPTERS, FEATURES, Job, job_to_dict
-from dpfunc.train.run import Prepared, check_job, make_trainer
+from dpfunc.train.run import Prepared, check_job, check_packed, make_trainer
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at
 
 _LOSS = "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1"
 _RIGHT = "number of held-out records whose most likely class is their label"
+_PREFERRED = "number of held-out pairs whose chosen answer gained more probability than the rejected one"
 # What a score is, by task.
-MEANING = {**dict.fromkeys(("text_classification", *FEATURES), _RIGHT), "causal_lm": _LOSS, "vqa": _LOSS}
+MEANING = {
+    **dict.fromkeys(("text_classification", *FEATURES), _RIGHT), "causal_lm": _LOSS, "vqa": _LOSS,
+    "preference": _PREFERRED,
+}  # fmt: skip
 _HELD_OUT = 0.2  # of public records, where the job has no share
 _SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under way: as secret as the data
 _STATE = "state.json"
@@ -138,6 +143,7 @@ def prepare_search(
 def _check(job: Job, public: Path | None) -> None:
     """Check that records have a score, to which each unit adds at most 1, and that a private search is private."""
     privacy, data, private = job.privacy, job.data, public is None
+    check_packed(job)
     refuse(
         (job.task not in MEANING, fail(f"a task whose runs can be compared ({', '.join(MEANING)})", "task", job.task)),
         (data.unit_column is not None,
@@ -296,6 +302,9 @@ def score(prepared: Prepared, model: Any, rows: Sequence[Mapping[str, Any]]) -> 
     total = 0.0
     for row in rows:
         batch = {name: value.to(model.device) for name, value in collate([row]).items()}
+        if prepared.job.task == "preference":
+            total += is_preferred(prepared.job, model, batch)
+            continue
         output = model(**batch)
         if MEANING[prepared.job.task] == _RIGHT:
             total += float(output.logits[0].argmax() == batch["labels"][0])

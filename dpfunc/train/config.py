@@ -39,6 +39,7 @@ ADAPTERS = ("lora", "qlora")  # strategies that train adapters, over a base in f
 FEATURES = ("table_classification", "image_classification")  # tasks whose records become features before training
 CLASSIFIES = ("text_classification", "token_classification", *FEATURES)  # tasks with a list of classes
 NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
+LANGUAGE = ("causal_lm", "seq2seq", "preference")  # tasks that learn to write texts
 PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
 # Task of a job -> the name of its loss in `dpfunc.hf.tasks`; that of preferences has settings of its own.
 LOSSES = {
@@ -55,9 +56,9 @@ _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone 
     ("data", "max_images"): ("vqa",),
     ("data", "image_size"): ("vqa", "image_classification"),
     ("data", "grey"): ("image_classification",),
-    ("data", "chat"): ("causal_lm", "vqa"),
-    ("data", "tools_column"): ("causal_lm",),
-    **{("data", key): ("causal_lm", "seq2seq", "preference") for key in ("prompt_column", "prompt_template")},
+    ("data", "chat"): ("causal_lm", "vqa", "preference"),
+    ("data", "tools_column"): ("causal_lm", "preference"),
+    **{("data", key): LANGUAGE for key in ("prompt_column", "prompt_template")},
     ("data", "response_column"): ("causal_lm", "seq2seq"),
     **{("data", key): ("preference",) for key in ("chosen_column", "rejected_column")},
     **{("preference", key): ("preference",) for key in ("loss", "beta", "label_smoothing")},
@@ -134,7 +135,7 @@ class DataSection:
     response_column: str | None = _key("Column with the response; the loss is on it.", None)
     prompt_template: str | None = _key("Or: a prompt made of columns, `Label: {label} Text:`; then the text.", None)
     loss_on: Literal["response", "all"] = _key("Which tokens are learnt when there is a prompt.", "response")
-    chat: Texts | None = _key("Or: columns of a chat, [messages], or of a question and its answer.", None)
+    chat: Texts | None = _key("Or: columns of a chat, [messages], of question and answer, or of a pair.", None)
     tools_column: str | None = _key("With chat: column with definitions of tools, a list, or none.", None)
     chosen_column: str = _key("Column with the answer that people chose (preference).", "chosen")
     rejected_column: str = _key("Column with the answer that they rejected (preference).", "rejected")
@@ -159,11 +160,10 @@ class DataSection:
               for pair, why in _TOGETHER.items()),
             (self.budget_spender and not self.budget, "Expected data.budget together with data.budget_spender."),
             (self.tools_column and not self.chat, "Expected data.chat together with data.tools_column."),
-            (len(self.chat or ()) > 3 or len({*(self.chat or ())}) < len(self.chat or ()),
-             fail("one column of turns, or two or three of texts, the last with the answer", "data.chat", self.chat)),
             *((self.chat and getattr(self, name) != default,
                f"Expected no data.{name} with data.chat, which names all columns of the texts.") for name, default in
-              (("text_column", "text"), ("question_column", "question"), ("answer_column", "answer"))),
+              (("text_column", "text"), ("question_column", "question"), ("answer_column", "answer"),
+               ("chosen_column", "chosen"), ("rejected_column", "rejected"))),
             (len(set(labels)) != len(labels), fail("different labels", "data.labels", labels)),
             (len(labels) == 1, fail("at least two labels", "data.labels", labels)),
             (size is not None and (len(size) != 2 or min(size) < 1),
@@ -361,7 +361,12 @@ def _rules_of_strategy(job: Job) -> _Rules:
 def _rules_of_task(job: Job) -> _Rules:
     """Keys that the task must have, and that others alone have."""
     task, data = job.task, job.data
+    columns, answers = len(data.chat or ()), 2 if job.task == "preference" else 1
     return (
+        (data.chat and (not answers <= columns <= 2 + answers or len({*data.chat}) < columns),
+         fail("the columns of a pair, at most two of its prompt, then those of the chosen and of the rejected answer"
+              if answers == 2 else "one column of turns, or two or three of texts, the last with the answer",
+              "data.chat", data.chat)),
         *((task not in tasks and getattr(getattr(job, section), name) != getattr(SECTIONS[section], name),
            fail(f"{section}.{name} with task {' or '.join(tasks)} only", "task", task))
           for (section, name), tasks in _ONLY.items()),

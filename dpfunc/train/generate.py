@@ -17,8 +17,10 @@ from torch import Tensor
 
 from dpfunc import distributed
 from dpfunc._utils.validation import checked, count, expect, integer, positive, probability, refuse
+from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.accounting.record import Record
+from dpfunc.accounting.record import Record, SelectionRecord
+from dpfunc.checkpoint.journal import read_cost
 from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
@@ -88,19 +90,24 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     return Writer(model, processing, epsilon, delta, job.data.max_length, job.data.chat is not None)
 
 
-def _record_of(root: Path, why_not: str, allowed: bool) -> Record | None:
-    """The record of a private run; None of one that is not, if that is allowed."""
+def _record_of(root: Path, why_not: str, allowed: bool) -> Record | SelectionRecord | None:
+    """The record of a private run, or search; None of one that is not private, if that is allowed."""
     refuse(
         (why_not and not allowed,
          f"Expected a private model, but the one in {str(root)!r} {why_not}: its texts may repeat training records. "
          "Say --allow-non-private if they are only for yourself."),
     )  # fmt: skip
+    if why_not:
+        return None
     try:
-        return None if why_not else Record.from_json((root / ACCOUNTING).read_bytes())
+        found = read_cost(root / ACCOUNTING)
+        if isinstance(found, Ledger):
+            raise InvalidArgument("A ledger has no epsilon.")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
         ) from error
+    return found
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:

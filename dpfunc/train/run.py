@@ -85,15 +85,7 @@ class Prepared:
 def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     """Read the tables, find the plan, load the model, and write nothing; spent: None for what the job says."""
     job = with_shape(job)
-    packs = job.strategy == "qlora" and not torch.accelerator.is_available()
-    why = "on a CPU, where bitsandbytes packs the weights when the model is evaluated, and gradients no longer pass."
-    refuse(
-        (packs and job.training.eval_steps is not None,
-         f"Expected no training.eval_steps with strategy='qlora' {why} Leave it out: the end of training evaluates."),
-        (packs and job.task == "preference",
-         f"Expected another strategy than 'qlora' for preferences {why} Take lora: the model before training is "
-         "evaluated as the reference."),
-    )  # fmt: skip
+    check_packed(job)
     processing = load_processing(job)
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
@@ -110,6 +102,19 @@ def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     model = choose_parameters(load_base(job, processing), job, processing) if model is None else model
     made_up_batch(job, processing)  # which the saved model will be compared on
     return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
+
+
+def check_packed(job: Job) -> None:
+    """Check that a base in 4 bits is not evaluated before it is trained where that packs its weights."""
+    packs = job.strategy == "qlora" and not torch.accelerator.is_available()
+    why = "on a CPU, where bitsandbytes packs the weights when the model is evaluated, and gradients no longer pass."
+    refuse(
+        (packs and job.training.eval_steps is not None,
+         f"Expected no training.eval_steps with strategy='qlora' {why} Leave it out: the end of training evaluates."),
+        (packs and job.task == "preference",
+         f"Expected another strategy than 'qlora' for preferences {why} Take lora: the model before training is "
+         "evaluated as the reference."),
+    )  # fmt: skip
 
 
 def run_job(

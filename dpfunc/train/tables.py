@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,19 +21,26 @@ from typing import Any
 
 from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
+from dpfunc.hf import pairs
+from dpfunc.hf.chats import written_turns
 from dpfunc.hf.vision_language._images import is_image
 
 Row = dict[str, str]
 _NO_RECORDS = ("thumbs.db", "desktop.ini")  # files that systems put into folders of images; others begin with a dot
 # Names of columns by which a format of texts is known -> what to write in the section data.
 _FORMATS = {
+    frozenset(("prompt", "completion", "label")): (
+        "single answers with a label (KTO). The task preference takes two answers to a prompt in a row, chosen and "
+        "rejected; task causal_lm learns the good ones: write prompt_column: prompt and response_column: completion."
+    ),
     frozenset(("prompt", "completion")): "write prompt_column: prompt and response_column: completion.",
     frozenset(("instruction", "output")): (
         "the format of Alpaca. Write prompt_template: '{instruction} {input} ' and text_column: output; or, in the "
         "chat template of the tokenizer, chat: [instruction, input, output]."
     ),
     frozenset(("chosen", "rejected")): (
-        "preferences. Write task: preference, and prompt_column: prompt where the prompt has a column of its own."
+        "preferences. Write task: preference, and prompt_column: prompt where the prompt has a column of its own; or, "
+        "in the chat template of the tokenizer, chat: [prompt, chosen, rejected]."
     ),
     **{
         frozenset((name,)): f"chats. Write chat: [{name}] in the section data, with task causal_lm, or vqa where there "
@@ -40,6 +48,11 @@ _FORMATS = {
         for name in ("messages", "conversations")
     },
 }  # fmt: skip
+TURNS = (
+    "Write chat: [COLUMN] in the section data; of a pair chat: [CHOSEN, REJECTED], or chat: [PROMPT, CHOSEN, REJECTED] "
+    "where the prompt has a column of its own."
+)
+"""Advice where a text should be and turns of a chat are."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -274,6 +287,11 @@ def _is_missing(value: object) -> bool:
 
 def _hint(row: Mapping[Any, Any], column: str) -> str:
     """Advice about a column. The names in the row are not shown: without a header they are a record."""
+    if columns := _columns_of_pair(row):
+        line = f"chat: [{', '.join(columns)}]"
+        return f"The rows have pairs of chats. Write task: preference, and {line} in the section data."
+    if column in row and written_turns(json.dumps(row[column], default=str)):
+        return f"It is a list of turns: a chat. {TURNS}"
     if column in row:
         return "It is empty, null or NaN, or a list or an object: leave the row out, or write its text."
     for names, advice in _FORMATS.items():
@@ -287,6 +305,17 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
         "a first line with the names of its columns, and commas between them. (They are not shown: without such a line "
         "they are a record.)"
     )
+
+
+def _columns_of_pair(row: Mapping[Any, Any]) -> Sequence[str]:
+    """The columns of a pair whose answers are chats; none of any other row."""
+    for names in pairs.FORMATS:
+        for columns in (names, names[-2:]):
+            with suppress(InvalidArgument):
+                pairs.pair_messages(row, columns)
+                texts = all(isinstance(row[column], str) for column in columns)
+                return () if texts and len(columns) > 2 else columns
+    return ()
 
 
 def split(

@@ -15,13 +15,13 @@ import pages
 import pytest
 import torch
 from certified import plan_of, trained
-from chat_jobs import chats, tokenizer
+from chat_jobs import PLAIN, chats, tokenizer
 from jobs import document
 from pages import ROOT, text_of
 from text_job import run
 from tiny_models import NAME, write_model
 from trainer_cases import classifier, labelled, training_arguments
-from transformers import BertConfig, BertModel
+from transformers import AutoTokenizer, BertConfig, BertModel
 from workers import run as on_processes
 
 import dpfunc
@@ -342,6 +342,9 @@ def test_preferences(here, capsys, monkeypatch):
     keys = (dataclasses.replace(insecure_key(seed), guessable=False) for seed in range(2))
     monkeypatch.setattr(dpfunc, "secure_key", lambda: next(keys))
     write_model(here / "model")
+    words = AutoTokenizer.from_pretrained("model")
+    words.chat_template = PLAIN
+    words.save_pretrained("model")
     names = execute(*blocks("preferences.md"))
     found = names["margins"], capsys.readouterr().out
     assert "epsilon=7.9" in found[1]
@@ -349,6 +352,9 @@ def test_preferences(here, capsys, monkeypatch):
     assert "0.3269" in found[1]
     margins = names["hf"].preferences.margins(names["adapter"].forward, names["params"], names["data"])
     assert float((margins > 0).float().mean()) > 0.8  # 0 before
+    assert found[1].count("[[") == 2
+    assert len({tuple(each["chosen"]["input_ids"]) for each in names["records"]}) == 5
+    assert all(each["reference"] < [-1.0, -1.0] for each in names["records"])
 
 
 def test_modules(capsys):

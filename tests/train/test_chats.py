@@ -262,7 +262,7 @@ KEYS = {
         ["--chat", "null", "--tools_column", "tools"],
         "Expected data.chat together with data.tools",
     ),
-    "another task": (["--task", "seq2seq"], "data.chat with task causal_lm or vqa only"),
+    "another task": (["--task", "seq2seq"], "data.chat with task causal_lm or vqa or preference only"),
 }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import chat_jobs
 import feature_jobs
 import numpy as np
+import pair_jobs
 import pytest
 import text_job
 import torch
@@ -44,6 +45,7 @@ KINDS = {
     "images": lambda folder: feature_jobs.write_job(folder, "images"),
     "chats": chat_jobs.write_job,
     "llava": chat_jobs.write_llava_job,
+    "pairs": pair_jobs.write_job,
 }
 
 
@@ -150,6 +152,30 @@ def llava(**change):
     return write
 
 
+def pair(**change):
+    """The third row of the pairs has these values; without those that are `...`."""
+
+    def write():
+        table = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+        table[2] = {name: value for name, value in (table[2] | change).items() if value is not ...}
+        write_rows("pairs.jsonl", table)
+
+    return write
+
+
+def pairs_of(**values):
+    """A table of three pairs with these columns."""
+    return lambda: write_rows("pairs.jsonl", [values] * 3)
+
+
+def both(*changes):
+    def write():
+        for change in changes:
+            change()
+
+    return write
+
+
 def template(text):
     """The tokenizer has another chat template, or none."""
 
@@ -161,6 +187,11 @@ def template(text):
 
 
 ASKED, ANSWER = {"role": "user", "content": "secret"}, {"role": "assistant", "content": "goal"}
+GIVEN = {"chosen": [ASKED, ANSWER], "rejected": [ASKED, {"role": "assistant", "content": "bank"}]}
+ANSWERS = {name: chat[1:] for name, chat in GIVEN.items()}
+PAIR = "The pair in row 3 of pairs.jsonl cannot be used. Expected"
+TEXTS = ["--chat", "null", "--prompt_column", "prompt"]  # pairs of texts
+PROMPT = ["--chat", "prompt,chosen,rejected"]
 RAW = ["--prompt_template", "null"]
 GREY = np.random.default_rng(0).integers(0, 256, (16, 16)).astype(np.uint8)
 CSV = ["--data.train", "mails.csv"]
@@ -205,6 +236,11 @@ FAULTS = {
     "Alpaca": ("prompts", formatted("instruction", "secret", output="a"), RAW, "prompt_template: '{instruction} {input} ' and text_column: output; or, in the chat template of the tokenizer, chat: [instruction"),
     "prompts": ("prompts", formatted("prompt", "secret", completion="a"), RAW, "prompt_column: prompt and response_column: completion"),
     "preferences": ("prompts", formatted("prompt", "secret", chosen="a", rejected="b"), RAW, "The rows have chosen and rejected: preferences"),
+    "pairs of chats": ("prompts", lambda: write_rows("mails.jsonl", [GIVEN] * 3), RAW, "The rows have pairs of chats. Write task: preference, and chat: [chosen, rejected] in the section data"),
+    "pairs of chats, one prompt": ("prompts", lambda: write_rows("mails.jsonl", [{"prompt": [ASKED], **ANSWERS}] * 3), RAW, "Write task: preference, and chat: [prompt, chosen, rejected]"),
+    "answers with labels": ("prompts", formatted("prompt", "secret", completion="a", label=True), RAW, "single answers with a label (KTO)"),
+    "a chat in a text column": ("prompts", jsonl(text=[ASKED, ANSWER]), RAW, "in row 3 of mails.jsonl, got none. It is a list of turns: a chat. Write chat: [COLUMN]"),
+    "a chat as a text in a text column": ("prompts", jsonl(text=str([ASKED, ANSWER])), RAW, "Expected texts in row 3 of mails.jsonl, got turns of a chat, written as a text, in text. Write chat: [COLUMN]"),
     "parquet": ("texts", lambda: Path("mails.parquet").write_bytes(b"PAR1"), ["--data.train", "mails.parquet"], "'mails.parquet'"),
     "a data set on disk": ("texts", lambda: Path("mails").mkdir(), ["--data.train", "mails"], "'mails'"),
     # chats
@@ -219,6 +255,37 @@ FAULTS = {
     "no chat template": ("chats", template(None), [], "in row 1 of chats.jsonl cannot be used. Expected a tokenizer with a chat template, got 'tiny'"),
     "a template that rewrites turns": ("chats", template(chat_jobs.THINKS), [], "Expected a chat template that writes each turn once and for all, got that of 'tiny'"),
     "a template without system turns": ("chats", template(chat_jobs.STRICT), [], "in row 1 of chats.jsonl cannot be used. Expected a chat that the chat template of 'tiny' takes"),
+    # pairs of chats
+    "another prompt": ("pairs", pair(chosen=[ASKED, ANSWER]), [], f"{PAIR} two chats with one prompt"),
+    "one chat goes on": ("pairs", pair(chosen=[ASKED, ANSWER], rejected=[ASKED, ANSWER, ASKED, ANSWER]), [], f"{PAIR} two chats with one prompt"),
+    "equal chats": ("pairs", pair(**{name: [ASKED, ANSWER] for name in GIVEN}), [], f"{PAIR} two answers, got a pair of equal ones"),
+    "equal tokens": ("pairs", pair(chosen=GIVEN["chosen"], rejected=[ASKED, {"role": "assistant", "content": "goal  "}]), [], f"{PAIR} two answers that differ in the max_length=24 tokens"),
+    "equal where they are cut": ("pairs", pair(**{name: [ASKED, {"role": "assistant", "content": f"{name} {'goal ' * 40}"}] for name in GIVEN}), [], f"{PAIR} two answers that differ in the max_length=24 tokens"),
+    "an empty turn": ("pairs", pair(rejected=[ASKED, {"role": "assistant", "content": ""}]), [], f"{PAIR} each turn of the assistant to say something"),
+    "a blank turn": ("pairs", pair(rejected=[ASKED, {"role": "assistant", "content": " \n"}]), [], f"{PAIR} each turn of the assistant to say something"),
+    "a chat that ends with a question": ("pairs", pair(chosen=[ASKED], rejected=[ASKED]), [], f"{PAIR} two answers, got a pair of equal ones"),
+    "no chat of one answer": ("pairs", pair(rejected=[]), [], f"{PAIR} two chats with one prompt"),
+    "null for an answer": ("pairs", pair(rejected=None), [], "in the column 'rejected' in row 3 of pairs.jsonl, got none"),
+    "no column of an answer": ("pairs", pair(rejected=...), [], "in the column 'rejected' in row 3 of pairs.jsonl, got none"),
+    "texts for chats": ("pairs", pairs_of(prompt="secret", chosen="goal", rejected="bank"), [], "Expected a list of turns, each with role and content"),
+    "a prompt of its own that is not named": ("pairs", pairs_of(prompt=[ASKED], **ANSWERS), [], "Name the columns of the prompt before those of the answers: data.chat: [prompt, chosen, rejected]"),
+    "a prompt that the chats have": ("pairs", pairs_of(prompt="secret", **GIVEN), PROMPT, "name them alone: data.chat: [chosen, rejected]"),
+    "a prompt that is lacking": ("pairs", lambda: None, PROMPT, "Expected a text in the column 'prompt' in row 1 of pairs.jsonl, got none. The rows have pairs of chats. Write task: preference, and chat: [chosen, rejected]"),
+    "chats for texts": ("pairs", pairs_of(prompt="secret", **GIVEN), TEXTS, "in the column 'chosen' in row 1 of pairs.jsonl, got none. The rows have pairs of chats. Write task: preference, and chat: [chosen, rejected]"),
+    "a prompt of turns for a text": ("pairs", pairs_of(prompt=[ASKED], **ANSWERS), TEXTS, "Write task: preference, and chat: [prompt, chosen, rejected]"),
+    "chats written as texts": ("pairs", pairs_of(prompt="secret", **{name: json.dumps(chat) for name, chat in GIVEN.items()}), TEXTS, "Expected texts in row 1 of pairs.jsonl, got turns of a chat, written as a text, in chosen, rejected. Write chat: [COLUMN]"),
+    "chats as Python writes them": ("pairs", pair(**{name: str(chat) for name, chat in GIVEN.items()}), [], f"{PAIR} turns of a chat as a list, or as a text of JSON"),
+    "single chats": ("pairs", pairs_of(messages=[ASKED, ANSWER]), [], "The rows have messages: chats. Write chat: [messages] in the section data, with task causal_lm"),
+    "answers with labels for pairs": ("pairs", pairs_of(prompt="secret", completion="goal", label=True), TEXTS, "single answers with a label (KTO). The task preference takes two answers"),
+    "equal texts": ("pairs", pairs_of(prompt="secret", chosen="goal", rejected="goal"), TEXTS, "The pair in row 1 of pairs.jsonl cannot be used. Expected two answers that differ"),
+    "texts equal where they are cut": ("pairs", pairs_of(prompt="secret", chosen="goal " * 40, rejected="goal " * 41), TEXTS, "Expected two answers that differ in the max_length=24 tokens"),
+    "images in a pair": ("pairs", pair(**{name: [{"role": "user", "content": [{"type": "image"}]}, *chat[1:]] for name, chat in GIVEN.items()}), [], f"{PAIR} a chat of texts, got one with images"),
+    "tools that the template leaves out": ("pairs", both(template(chat_jobs.THINKS), pair(chosen=[ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "secret", "arguments": "{}"}}]}], rejected=GIVEN["rejected"])), [], f"{PAIR} a chat template that writes tool calls"),
+    "a call in no JSON": ("pairs", pair(chosen=[ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "goal", "arguments": "{secret"}}]}], rejected=GIVEN["rejected"]), [], f"{PAIR} tool calls in JSON in a chat"),
+    "no template for a pair": ("pairs", template(None), [], "The pair in row 1 of pairs.jsonl cannot be used. Expected a tokenizer with a chat template, got 'tiny'"),
+    "a template that takes no system turn": ("pairs", both(template(chat_jobs.STRICT), pair(**{name: [{"role": "system", "content": "secret"}, *chat] for name, chat in GIVEN.items()})), [], f"{PAIR} a chat that the chat template of 'tiny' takes"),
+    "a template of the last answer alone": ("pairs", template("{{ messages[-1].content }}{% if add_generation_prompt %}label : {% endif %}"), [], "in row 1 of pairs.jsonl cannot be used. Expected a chat template that writes each turn once and for all"),
+    "one file in another format": ("pairs", pair(chosen=ANSWERS["chosen"], rejected=ANSWERS["rejected"]), [], f"{PAIR} whole chats, got a pair that begins with what the assistant says"),
     "an image that LLaVA's text lacks": ("llava", llava(conversations=[{"from": "human", "value": "secret"}, {"from": "gpt", "value": "red"}]), [], "in row 3 of data.json cannot be used. Expected a part of a turn, or <image> in its text, for each of the 1 images"),
     "an image that the row lacks": ("llava", llava(image=None), [], "in row 3 of data.json cannot be used. Expected a part of a turn, or <image> in its text, for each of the 0 images of a chat, got 1"),
     "a missing image of a chat": ("llava", llava(image="secret.png"), [], "Expected an image file for row 3 of data.json"),
@@ -515,14 +582,6 @@ def padding_last():
     """The padding token is the last of the tokenizer."""
     config = json.loads(Path("tiny/tokenizer_config.json").read_text())
     Path("tiny/tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "money"}))
-
-
-def both(*changes):
-    def write():
-        for change in changes:
-            change()
-
-    return write
 
 
 HEAD = ["--init", "random", "--pooling", "model"]

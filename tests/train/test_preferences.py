@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
+from pair_jobs import pairs
 from text_job import (
-    COMMON,
-    TOPICS,
     at_events,
     files,
     interrupt_at,
@@ -43,19 +41,6 @@ privacy: {dp_epsilon: 20, dp_delta: 1e-3, dp_max_grad_norm: 1.0}
 training: {learning_rate: 5e-2, batch_size: 32, steps: 6, physical_batch_size: 16, save_steps: 2}
 preference: {beta: 0.5}
 """
-
-
-def pairs(count=120, seed=0):
-    """Answers about the topic of the prompt are chosen."""
-    draw, out = random.Random(seed), []
-    for i in range(count):
-        topic, other = list(TOPICS)[:: 1 if i % 2 else -1]
-        out.append({
-            "prompt": f"label : {topic} text :", "who": f"person {i // 3}",
-            "chosen": " ".join([*draw.choices(TOPICS[topic], k=3), *draw.choices(COMMON[:7], k=2)]),
-            "rejected": " ".join(draw.choices(TOPICS[other], k=draw.randint(2, 4))),
-        })  # fmt: skip
-    return out
 
 
 @pytest.fixture
