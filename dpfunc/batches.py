@@ -289,10 +289,10 @@ def refuse_narrow_range(params: Params) -> None:
             )
 
 
-def _size(params: Params) -> Tensor:
-    """A number (0-d) that is not finite if one of the parameters is not, or a norm overflows: then look closely."""
+def _sizes(params: Params) -> Tensor:
+    """Norms of the parameters: one is not finite if its parameter is not, or if it overflows: then look closely."""
     parts = [local(param).detach() for param in params.values()]
-    return torch.stack([norm.to(parts[0].device) for norm in torch._foreach_norm(parts)]).sum()
+    return torch.stack([norm.to(parts[0].device) for norm in torch._foreach_norm(parts)])
 
 
 def _not_finite(values: Params) -> list[str]:
@@ -309,8 +309,8 @@ def _refuse_not_finite(params: Params) -> None:
 
 
 def check_finite(params: Params) -> None:
-    """Check that all numbers are finite. Reads one number from the device."""
-    if not math.isfinite(_size(params)):
+    """Check that all numbers are finite. Reads once from the device: a norm for each parameter."""
+    if not all(map(math.isfinite, _sizes(params).tolist())):
         _refuse_not_finite(params)
 
 
@@ -325,7 +325,7 @@ def digest_and_mark(released: Params, params: Params | None, mark: Tensor) -> tu
 
     Parameters that are not finite are refused; `params` is None where they were looked at before.
     """
-    sizes = (mark.new_zeros(()) if params is None else _size(params), _size(released))
+    sizes = (mark.new_zeros(()) if params is None else _sizes(params).sum(), _sizes(released).sum())
     own, (look, spoiled, marked) = checksum_and_marks(released.items(), [*(~(s < math.inf) for s in sizes), mark])
     if look and params is not None:
         _refuse_not_finite(params)
