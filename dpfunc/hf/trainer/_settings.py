@@ -1,4 +1,4 @@
-"""What a private run of the Trainer does not follow: one table of (setting, domain, reason), refused by name.
+"""Settings of the Trainer: the fields that a private run follows, and tables of (setting, domain, reason) for others.
 
 May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
 
@@ -8,7 +8,6 @@ of them is checked last, so that nothing gets past by another way.
 
 import copy
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -26,8 +25,6 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.forward import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import Key
-
-_logger = logging.getLogger(__name__)
 
 # Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function.
 Domain = tuple[str, ...] | Callable[[Any], bool]
@@ -80,22 +77,6 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "Give a text as data_name, for example a version or a hash of the files; or leave it out."),
     },
     SCRIPT: {
-        # what is drawn
-        "group_by_length": (not_,
-            "Who is in a batch would depend on the lengths of all records, which no accounting covers."),
-        "train_sampling_strategy": (("", "random"),
-            "The plan draws the batches: by length or in order, who is in a batch would depend on the other records. "
-            "Leave it at 'random'; dp_poisson_sampling=False shuffles."),
-        "dataloader_drop_last": (not_, "Poisson batches have no fixed size; epsilon counts each draw."),
-        "auto_find_batch_size": (not_, "The sampling probability, and with it epsilon, would change. For memory set "
-            "dp_physical_batch_size."),
-        # what is computed
-        "label_smoothing_factor": (not_, "The Trainer smooths the mean over a batch, which has no per-sample gradient. "
-            "Give DPTrainer a loss= that smooths each sample."),
-        "neftune_noise_alpha": (("",), "It hooks noise into the embeddings. Leave it out: there is noise enough."),
-        **dict.fromkeys(("packing", "padding_free"), (not_,
-            "Packed records share rows, and a row is what is clipped and protected. Give each record a row.")),
-        "use_liger_kernel": (not_, "Its fused kernels have no per-sample gradients."),
         "max_grad_norm": (lambda norm: norm in (None, 0, 1.0),  # the last is the default of Transformers
             "The Trainer would clip the mean gradient, which bounds no sample. Set "
             "PrivacyArguments(dp_max_grad_norm=...) and leave this at its default."),
@@ -104,12 +85,7 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
         **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), (
             lambda options: not (isinstance(options, Mapping) and options.get("use_reentrant")),
             "Reentrant checkpoints hide the forward pass from per-sample gradients. Use {'use_reentrant': False}.")),
-        # devices, precision, sharding, compilation, Accelerate
-        "deepspeed": (not_, _ENGINE),
-        "parallelism_config": (not_, _PARTS),
-        "fp16": (not_, _FP16),
         "mixed_precision": (_PRECISIONS, _FP16),
-        "torch_compile": (not_, _COMPILED),
         "n_gpu": (lambda count: count <= 1,
             "nn.DataParallel mixes the gradients of samples. Start a process for each device, `torchrun "
             "--nproc-per-node N`, or set CUDA_VISIBLE_DEVICES to one."),
@@ -119,14 +95,6 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "Give the accumulation as gradient_accumulation_steps: it decides the logical batch."),
         **dict.fromkeys(("accelerator_config.split_batches", "accelerator_config.dispatch_batches"), (not_,
             "The plan deals out each draw to the processes. Leave it at its default.")),
-        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-            "ddp_static_graph", "data_seed", "torch_empty_cache_steps"), (("",), _NO_EFFECT)),
-        # what is told
-        "include_num_input_tokens_seen": (("no", "false"),
-            "How many tokens were drawn is private: the number of drawn records is not released."),
-        "skip_memory_metrics": (lambda skips: skips is not False,
-            "The peak of memory grows with the number of drawn records and their lengths, which are private. "
-            "Leave it out."),
     },
     LAUNCHER: {
         SWITCH: (OFF, "Only scripts with DPTrainer follow it: see docs/guides/trainer.md. Leave it out and start the "
@@ -193,6 +161,63 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
     },
 }  # fmt: skip
 
+# Fields of `TrainingArguments` that a private run follows. Every other field of theirs, or of a subclass, must have its
+# default; some values of these are refused by the table above, and what sends checkpoints away by that below.
+FOLLOWED = frozenset((
+    "output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "seed",
+    "full_determinism", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim",
+    "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "average_tokens_across_devices", "bf16", "bf16_full_eval", "fp16_full_eval", "tf32", "use_cache", "use_cpu",
+    "ddp_backend", "ddp_timeout", "fsdp", "fsdp_config", "accelerator_config", "activation_checkpointing",
+    "activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs", "local_rank",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "remove_unused_columns", "label_names", "logging_dir", "logging_strategy",
+    "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica",
+    "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
+    "trackio_static_space_id", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "eval_strategy",
+    "eval_steps", "eval_delay", "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object",
+    "eval_accumulation_steps", "per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics",
+    "batch_eval_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "save_strategy",
+    "save_steps", "save_total_limit", "save_only_model", "save_on_each_node", "enable_jit_checkpoint",
+    "ignore_data_skip", "restore_callback_states_from_checkpoint", "push_to_hub", "hub_model_id", "hub_strategy",
+    "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
+))  # fmt: skip
+
+# What to do instead of some of the others; the last ones are fields of older versions, and of TRL.
+_INSTEAD: Mapping[str, str] = {
+    "train_sampling_strategy": (
+        "The plan draws the batches: by length or in order, who is in a batch would depend on the other records. "
+        "Leave it at 'random'; dp_poisson_sampling=False shuffles."
+    ),
+    "data_seed": "The plan draws the batches, from the key of the run. Leave it out.",
+    "dataloader_drop_last": "Poisson batches have no fixed size; epsilon counts each draw.",
+    "auto_find_batch_size": (
+        "The sampling probability, and with it epsilon, would change. For memory set dp_physical_batch_size."
+    ),
+    "label_smoothing_factor": (
+        "The Trainer smooths the mean over a batch, which has no per-sample gradient. Give DPTrainer a loss= that "
+        "smooths each sample."
+    ),
+    "neftune_noise_alpha": "It hooks noise into the embeddings. Leave it out: there is noise enough.",
+    "use_liger_kernel": "Its fused kernels have no per-sample gradients.",
+    "deepspeed": _ENGINE,
+    "parallelism_config": _PARTS,
+    "fp16": _FP16,
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
+    "include_num_input_tokens_seen": (
+        "How many tokens were drawn is private: the number of drawn records is not released."
+    ),
+    "skip_memory_metrics": (
+        "The peak of memory grows with the number of drawn records and their lengths, which are private. Leave it out."
+    ),
+    "group_by_length": ("Who is in a batch would depend on the lengths of all records, which no accounting covers."),
+    **dict.fromkeys(
+        ("packing", "padding_free"),
+        "Packed records share rows, and a row is what is clipped and protected. Give each record a row.",
+    ),
+}
+_USELESS = "A private run does not follow it, so it would change nothing. Leave it out."
+
 # Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask.
 _UPLOADS = (
     ("wandb", "WANDB_LOG_MODEL", "false", (*OFF, "end")),
@@ -255,30 +280,39 @@ def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> Non
             raise InvalidArgument(f"Expected {name} of DPTrainer, got an override in {type(trainer).__name__}. {hint}")
 
 
-def refuse_unknown(args: Any) -> None:
-    """Refuse settings of a subclass of `TrainingArguments` that were made, and that the Trainer does not read.
+def _defaults(kind: type) -> dict[str, Any]:
+    """The default of each field of a dataclass that its constructor takes."""
+    made = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    return {
+        name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for name, field in made.items()
+    }
 
-    One rule for `SFTConfig`, `Seq2SeqTrainingArguments` and all others: a field that `TrainingArguments` has not.
+
+def refuse_fields(args: Any, *, private: bool) -> None:
+    """Refuse each field that has not its default and is not followed; the twin follows all of `TrainingArguments`.
+
+    One rule for fields of the Trainer, of `SFTConfig`, of `Seq2SeqTrainingArguments`, and those of later versions.
     """
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    for field in dataclasses.fields(args):
-        if field.name in known or not field.init:
+    known = _defaults(TrainingArguments)
+    for name, default in {**_defaults(type(args)), **dict.fromkeys(_INSTEAD, False), **known}.items():
+        value = getattr(args, name, default)
+        followed = name in FOLLOWED or (name in known and not private)
+        if followed or word(value) == word(default) or value in (None, []):
             continue
-        made = field.default_factory
-        default = field.default if made is dataclasses.MISSING else made()
-        value = getattr(args, field.name)
-        if value != default:
-            raise InvalidArgument(
-                f"Expected settings that DPTrainer follows, got {field.name}={value!r}, which {type(args).__name__} "
-                "has and TrainingArguments has not: it would change nothing. Leave it out, and do in the data set, the "
-                "collator or loss= what it asks for; settings of your own script belong into a dataclass of its own."
-            )
+        if name in known or (private and name in _INSTEAD):
+            raise InvalidArgument(f"Expected {SCRIPT}, got {name}={value!r}. {_INSTEAD.get(name, _USELESS)}")
+        raise InvalidArgument(
+            f"Expected settings that DPTrainer follows, got {name}={value!r}, which {type(args).__name__} has and "
+            "TrainingArguments has not: it would change nothing. Leave it out, and do in the data set, the collator "
+            "or loss= what it asks for; settings of your own script belong into a dataclass of its own."
+        )
 
 
 def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
     """Check the `TrainingArguments` of a run, and the environment that they were made in."""
     if not privacy.dp_enabled:
-        refuse_unknown(args)
+        refuse_fields(args, private=False)
         if args.label_smoothing_factor != 0:
             raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
         return
@@ -289,9 +323,7 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
     refuse_environment(os.environ, fsdp=True)
     refuse_uploads(args, os.environ)
     refuse(SCRIPT, attributes(args))
-    refuse_unknown(args)
-    for setting in without_effect(SCRIPT, attributes(args)):
-        _logger.warning("%s changes nothing: the plan draws the batches, and no step of Trainer is taken.", setting)
+    refuse_fields(args, private=True)
 
 
 def refuse_averages(args: Any, privacy: PrivacyArguments, *, sharded: bool) -> None:
