@@ -104,33 +104,23 @@ def test_bans():
 
 
 APPLICATION = ("hf", "train", "cli")
-PRIVATE = {  # (folder of the application, module of another folder) -> what has no public name yet
+PRIVATE = {  # (folder of the application, folder of the library) -> what has no public name yet
     ("hf", "checkpoint"): "a checkpoint of the Trainer has files of its own around that of the library",
-    ("hf", "distributed"): "processes agree on errors of reading and writing before they go on",
-    ("hf", "engines"): "aux beside the losses of a loss function",
     ("hf", "functional"): "parts that FSDP manages, and the choice of parameters by patterns",
     ("hf", "sampling"): "the loader of the plan with the collator and columns of the Trainer",
-    ("train", "checkpoint"): "files that are replaced at once, and folders that are removed",
-    ("train", "distributed"): "processes agree on errors of reading and writing before they go on",
     ("train", "evidence"): "replays and audits of a job watch a run of the Trainer",
-    ("train", "hf"): "a job is a run of the Trainer: its files, its recipe, its images",
-    ("train", "sampling"): "the name of a data set",
-    ("cli", "checkpoint"): "files that are replaced at once",
-    ("cli", "distributed"): "processes agree on errors of reading and writing before they go on",
-    ("cli", "evidence"): "the plan of an audit, and its picture",
-    ("cli", "noise"): "the doctor draws noise",
-    ("cli", "train"): "the command and its jobs share one configuration",
 }
 
 
 def test_the_application_stands_on_public_names_or_says_why():
-    """hf/, train/ and cli/ use no private module or name of another folder, but for these; `_utils` is of all."""
+    """hf/, train/ and cli/, which are one application, use no private name of the library, but for these; `_utils` is
+    of all."""
     found = {
         (folder, module.split(".")[1])
         for path, node in nodes()
         if (folder := layer_of(path)) in APPLICATION and isinstance(node, ast.ImportFrom) and node.module
         for module in (f"{node.module}.{alias.name}" for alias in node.names)
-        if module.startswith("dpfunc.") and not module.startswith((f"dpfunc.{folder}.", "dpfunc._utils."))
+        if module.startswith("dpfunc.") and module.split(".")[1] not in (*APPLICATION, "_utils")
         if any(part.startswith("_") for part in module.split(".")[1:])
     }
     assert found == set(PRIVATE)

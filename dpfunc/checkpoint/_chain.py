@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from dpfunc._utils.files import replace_file, sync_directory
 from dpfunc._utils.locks import lock
 from dpfunc._utils.validation import unique_json
 from dpfunc.errors import CheckpointError
@@ -68,18 +69,6 @@ def read_head(path: Path) -> Head | None:
 def write_head(path: Path, head: Head) -> None:
     """Write the end of a chained file to its `.head` file."""
     replace_file(head_path(path), json.dumps(head._asdict()) + "\n")
-
-
-def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file atomically and durably: a crash leaves all of the old content or of the new one."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # left by a crash, with a mode of its own; or a link, which leads elsewhere
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as handle:
-        handle.write(text.encode())
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(new, path)
-    sync_directory(path.parent)
 
 
 def known_end(path: Path) -> Head:
@@ -192,26 +181,3 @@ def _append(file: BinaryIO, end: int, raw: bytes) -> None:
     file.write(raw + b"\n")
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file is on disk; it is made if it is missing."""
-    with open(path, "ab") as file:  # Windows syncs what can be written
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make new and renamed entries of a directory durable; Windows cannot sync a directory."""
-    if os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

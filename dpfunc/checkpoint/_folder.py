@@ -4,23 +4,18 @@ May import: its folder, step and below. Trusted: yes.
 """
 
 import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.locks import abandoned
+from dpfunc._utils.files import replace_file, sha256
 from dpfunc._utils.validation import unique_json
-from dpfunc.checkpoint._chain import replace_file, sha256
 from dpfunc.checkpoint._format import key_of
 from dpfunc.errors import CheckpointError
 from dpfunc.rng import Key, fingerprint
 
 _NAME = re.compile(r"step-(\d{1,18})\.(\d{1,18})")
-SAVING, _REMOVING = ".saving-", ".removing-"
 STATE, PLAN, MANIFEST, METADATA = "state.json", "plan.json", "manifest.json", ".metadata"
 
 
@@ -48,22 +43,6 @@ def free_name(parent: Path, step: int) -> Path:
     """A new name for each save, even of the same step: nothing is overwritten. Later saves have higher numbers."""
     last = max((_place(path)[0] for path in all_checkpoints(parent)), default=-1)
     return parent / f"step-{step:08d}.{last + 1:03d}"
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, if it exists. It is renamed first, so that nothing reads it; `sweep` removes leftovers."""
-    # tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed
-    if path.exists():
-        gone = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
-        os.rename(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def sweep(parent: Path) -> None:
-    """Remove leftovers of killed saves and removals, which can hold the key of the run. Saves in progress stay."""
-    # tests/checkpoint/test_folder.py::test_what_killed_saves_left_is_swept
-    for path in (*parent.glob(f"{_REMOVING}*"), *filter(abandoned, parent.glob(f"{SAVING}*"))):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

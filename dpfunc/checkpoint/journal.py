@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from safetensors import SafetensorError
 
+from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import checked, fail, refuse, wrong_type
 from dpfunc.accounting import Ledger, compose
 from dpfunc.accounting.events import OTHER_VERSION, from_values, to_values
@@ -205,7 +206,7 @@ class Journal:
 def _code() -> str:
     """SHA-256 of the script that this process runs, by which a result of `dpfunc verify` is known as one of it."""
     file = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
-    return "" if file is None or not Path(file).is_file() else chain.sha256(Path(file))
+    return "" if file is None or not Path(file).is_file() else sha256(Path(file))
 
 
 def check_counted(

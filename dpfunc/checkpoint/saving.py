@@ -19,12 +19,13 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from dpfunc._utils.files import SAVING, remove, sha256, sweep, sync_directory, sync_file
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wrong_type
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint import _format as run
-from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain, sha256, sync_directory, sync_file
+from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, family, known_notes, layout, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empty, encode, read_table, read_tensors, room, write_tensors
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps, writing
@@ -159,8 +160,8 @@ def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
     own = fingerprint(state.key)
     folder.check_own(parent, family(own, _notes(parent)) if folder.complete_checkpoints(parent) else {own})
     parent.mkdir(parents=True, exist_ok=True)
-    folder.sweep(parent)
-    work = Path(tempfile.mkdtemp(prefix=folder.SAVING, dir=parent))
+    sweep(parent)
+    work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
     stack.callback(shutil.rmtree, work, ignore_errors=True)
     stack.enter_context(in_use(work))
     return work.name
@@ -198,7 +199,7 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     os.rename(work, path)
     sync_directory(parent)
     for old in {*folder.all_checkpoints(parent)} - {*folder.complete_checkpoints(parent)[-keep:]}:
-        folder.remove(old)
+        remove(old)
     return path.name
 
 

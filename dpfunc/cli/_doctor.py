@@ -31,12 +31,13 @@ def _noise() -> tuple[bool, str]:
     """True if a secure key gives noise that the same key gives again and another one does not, and words."""
     import torch
 
-    from dpfunc.noise._streams import secure_normal
+    from dpfunc.noise import add_gaussian
     from dpfunc.rng import secure_key
+    from dpfunc.types import ClippedSum
 
     key, other = secure_key(), secure_key()
-    like = {"w": torch.zeros(64, device="cpu")}
-    first, again, third = (secure_normal(each, like)["w"] for each in (key, key, other))
+    none = ClippedSum({"w": torch.zeros(64, device="cpu")}, {"w": "all"}, {"all": 1.0})
+    first, again, third = (add_gaussian(none, 1.0, each)["w"] for each in (key, key, other))
     if not torch.equal(first, again) or torch.equal(first, third) or not torch.isfinite(first).all():
         return False, "numbers do not follow their key"
     return True, "secure: keys from the operating system, numbers by randomgen"

@@ -129,9 +129,9 @@ def audit(
 def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The result of a script, or of the job of a run folder; and its values."""
     if not source.is_dir():
-        from dpfunc.evidence import _canary_run
+        from dpfunc.evidence import script
 
-        return cast(tuple[Any, dict[str, Any]], getattr(_canary_run, what)(source, **options))
+        return cast(tuple[Any, dict[str, Any]], getattr(script, what)(source, **options))
     with importing():
         from dpfunc.train import _evidence
 
@@ -141,7 +141,7 @@ def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tupl
 def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:
     """Write and print a result; the exit code is 1 if it does not hold."""
     if out is not None:
-        from dpfunc.checkpoint._chain import replace_file
+        from dpfunc._utils.files import replace_file
 
         replace_file(out, json.dumps(values, indent=1) + "\n", 0o600)  # as private as the data
     print_line(line, values, as_json)

@@ -186,7 +186,7 @@ def generate(
 
     Example: dpfunc generate runs/mails --num 100 --prompt "Subject:" --out texts.jsonl
     """
-    from dpfunc.distributed._object_collectives import all_or_none
+    from dpfunc.distributed import all_or_none
     from dpfunc.train import generate as generation
 
     how = generation.Sampling(num, max_new_tokens, temperature, top_p, seed, batch_size)

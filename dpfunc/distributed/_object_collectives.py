@@ -46,7 +46,18 @@ def together(ranks: Ranks | None, error: DPFuncError) -> Iterator[None]:
 
 
 def all_or_none(action: Callable[[], T], ranks: Ranks | None, what: str) -> T:
-    """The result of `action` on each process, or an error on all if it failed on any; `what` begins that of others."""
+    """The result of an action on each process; if it fails on one, that one raises its error, the others their own.
+
+    Args:
+        action: what each process does; it must not communicate. ranks: of the run; None does it alone.
+        what: what did not come about, with which the error of the others begins.
+
+    Raises:
+        CheckpointError: the action failed on another process.
+
+    >>> all_or_none(lambda: 3, None, "Nothing was read")
+    3
+    """
     with together(ranks, CheckpointError(f"{what}: another process failed; its own error says why.")):
         return action()
 
@@ -93,7 +104,14 @@ def shared_key(ranks: Ranks, key: Key | None = None) -> Key:
 
 
 def by_writer(action: Callable[[], object], ranks: Ranks | None, what: str) -> Any:
-    """The JSON values that the process which writes gets from `action`, on all processes; or an error on all."""
+    """The JSON values that the process which writes gets from an action, on all processes; or an error on all.
+
+    Args:
+        action: what that process does. ranks: of the run; None does it. what: as in `all_or_none`.
+
+    >>> by_writer(lambda: [1, 2], None, "Nothing was read")
+    [1, 2]
+    """
     own = all_or_none(lambda: json.dumps(action()) if is_writer(ranks) else "", ranks, what)
     return json.loads(shared(own, ranks))
 
@@ -124,7 +142,14 @@ def check_same(name: str, text: str, ranks: Ranks | None, hint: str = "") -> Non
 
 
 def check_same_data(describe: Callable[[], str], ranks: Ranks | None) -> str:
-    """Check that all processes describe their data set alike; `describe` reads it and must not communicate.
+    """Check that all processes describe their data set alike; a RankMismatch on all if not.
+
+    Args:
+        describe: reads it and must not communicate, e.g. `lambda: dpfunc.sampling.data_name(dataset)`. ranks: of the
+            run.
+
+    Returns:
+        The description.
 
     Guarantees:
         tests/distributed/test_object_collectives.py::test_a_data_set_in_another_order_is_an_error_of_all.
@@ -203,7 +228,11 @@ def replicate(tensors: Iterable[Tensor], ranks: Ranks | None) -> None:
 
 
 def rank_and_size(ranks: Ranks | None) -> tuple[int, int]:
-    """Number of this process among all processes of the run, and how many there are."""
+    """Number of this process among all processes of the run, and how many there are.
+
+    >>> rank_and_size(None)
+    (0, 1)
+    """
     if ranks is None:
         return 0, 1
     parts = ranks.tensor_group

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfunc._utils.files import replace_file
 from dpfunc._utils.processes import digest
 from dpfunc._utils.validation import integer, refuse, wrong_type
 from dpfunc.batches import batch_size, tree_map
-from dpfunc.checkpoint._chain import replace_file
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
 from dpfunc.evidence._result import replay_values
 from dpfunc.evidence._watch import Tape, WatchedStep, described, watched

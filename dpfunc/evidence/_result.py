@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import (
     boolean,
     digest,
@@ -26,7 +27,6 @@ from dpfunc._utils.validation import (
 )
 from dpfunc.accounting.events import to_values
 from dpfunc.accounting.ledger import parsed
-from dpfunc.checkpoint._chain import sha256
 
 REPLAY, AUDIT = "dpfunc.replay/1", "dpfunc.audit/1"
 _SCHEMAS = {REPLAY: "replay", AUDIT: "audit"}

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from dpfunc._utils.files import replace_file, sha256
 from dpfunc._utils.validation import boolean, digest, expect, fail, integer, positive, unique_json, unsigned
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._rdp import composed_curve, converted
@@ -154,8 +155,8 @@ def certify(
         values["signature"] = {"algorithm": "Ed25519", "public_key": public, "value": signature}
     values["digest"] = _digest(values)
     path = Path(out or folder / "certificate.json")
-    chain.replace_file(path, _canonical(values))
-    chain.replace_file(path.with_suffix(".html"), page(values))
+    replace_file(path, _canonical(values))
+    replace_file(path.with_suffix(".html"), page(values))
     return path
 
 
@@ -289,9 +290,9 @@ def _read_run(folder: Path) -> _Part:
     lines, job = chain.read_chain(journals[0]), folder / "job.json"
     # files of the released model: checkpoints, which hold the key, are in folders of their own
     weights = sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
-    code = {str(line.get("code") or "") for _, line in lines} | {chain.sha256(job) if job.is_file() else ""}
-    file = chain.sha256(folder / RECORD_FILE)
-    return _Part(record, runs, lines[-1][0].digest, file, [*map(chain.sha256, weights)], code - {""})
+    code = {str(line.get("code") or "") for _, line in lines} | {sha256(job) if job.is_file() else ""}
+    file = sha256(folder / RECORD_FILE)
+    return _Part(record, runs, lines[-1][0].digest, file, [*map(sha256, weights)], code - {""})
 
 
 def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:

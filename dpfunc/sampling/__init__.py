@@ -5,6 +5,7 @@ May import: its folder, batches, rng and below. Trusted: no.
 
 from dpfunc.batches import deal
 from dpfunc.sampling import users
+from dpfunc.sampling._records import data_name
 from dpfunc.sampling.base import Sampler
 from dpfunc.sampling.fixed import FixedSize, InOrder, RandomAllocation, Shuffled, ShuffledOnce
 from dpfunc.sampling.poisson import CappedPoisson, CyclicPoisson, Poisson
@@ -20,6 +21,7 @@ __all__ = [
     "Sampler",
     "Shuffled",
     "ShuffledOnce",
+    "data_name",
     "deal",
     "mean_over_views",
     "users",

@@ -15,11 +15,10 @@ from typing import Any, cast
 
 from transformers import TrainerCallback
 
+from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
-from dpfunc.checkpoint._chain import sha256
-from dpfunc.checkpoint._folder import newest_key
 from dpfunc.checkpoint.journal import Taken, read_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import Audit, Replay
@@ -145,7 +144,7 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     if seed is not None:
         return prepared, insecure_key(seed)
     if newest := files.newest(run):
-        return prepared, newest_key(newest / files.FOLDER)
+        return prepared, files.key_of(newest)
     raise InvalidArgument(f"Expected a checkpoint in {str(run)!r}, which holds the key of the run, found none.")
 
 

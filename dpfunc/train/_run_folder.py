@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpfunc._utils.files import remove, replace_file
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import refuse, shorten, unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
-from dpfunc.checkpoint._chain import replace_file
-from dpfunc.checkpoint._folder import remove
 from dpfunc.checkpoint.journal import count_steps, journal_ledger, read_spent
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer._files import JOURNAL, START, is_complete, newest, released

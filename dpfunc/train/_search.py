@@ -23,17 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpfunc._utils.files import remove, replace_file, sweep
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import expect, fail, positive, refuse, unique_json
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search, record
 from dpfunc.accounting.record import RECORD_FILE, SelectionRecord, listed
-from dpfunc.checkpoint._chain import replace_file
-from dpfunc.checkpoint._folder import remove, sweep
 from dpfunc.checkpoint.record import versions
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
-from dpfunc.sampling._records import data_name
+from dpfunc.sampling import data_name
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._config_file import GRID_KEYS
 from dpfunc.train._dataset import Records, collator, count_records, read_records

@@ -21,7 +21,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record, SelectionRecord
 from dpfunc.checkpoint.journal import read_cost
-from dpfunc.distributed._object_collectives import all_or_none, rank_and_size
+from dpfunc.distributed import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf import chats

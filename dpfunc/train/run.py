@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from dpfunc import distributed
+from dpfunc._utils.files import replace_file
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, refuse, suggestion
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
-from dpfunc.checkpoint._chain import replace_file
-from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.distributed import all_or_none
 from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import TASKS

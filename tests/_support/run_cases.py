@@ -8,8 +8,8 @@ import torch
 from cases import as_batch, linear_loss, params, random_rows
 
 from dpfunc import Journal, Plan, clipping, load, make_dp_step, sampling, save, secure_key, take
+from dpfunc._utils.files import sha256
 from dpfunc.checkpoint import journal_ledger
-from dpfunc.checkpoint._folder import sha256
 
 DATA = as_batch(random_rows(0, 60))
 PLAN = Plan(sampling.Poisson(60, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=8, delta=1e-3)

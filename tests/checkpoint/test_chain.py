@@ -131,14 +131,3 @@ def test_only_new_lines_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(chain, "follow", counted)
     run.step(4)
     assert counts == [20, 1, 1, 1]
-
-
-def test_a_file_is_not_written_through_a_link(tmp_path):
-    """A link in the place of the new file led out of the folder; one to nothing was not seen as there."""
-    for target in (tmp_path / "elsewhere", tmp_path / "known"):
-        (tmp_path / "known").write_text("mine")
-        (tmp_path / "file.new").symlink_to(target)
-        chain.replace_file(tmp_path / "file", "text")
-        assert (tmp_path / "file").read_text() == "text"
-        assert not (tmp_path / "elsewhere").exists()
-        assert (tmp_path / "known").read_text() == "mine"

@@ -7,16 +7,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from dpfunc._utils.files import remove, replace_file, sha256
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE, Record
 from dpfunc.budget.budget import KEPT
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import RESTORE, replace_file, sha256
+from dpfunc.checkpoint._chain import RESTORE
 from dpfunc.checkpoint._format import Checkpoint, charged_for
 from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.saving import load
-from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.distributed import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
@@ -43,7 +44,7 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
         return
     before, best = (checkpoint.with_name(START), (checkpoint.parent / KEPT).parent), state.best_model_checkpoint
     for path in (*before, *outdated(checkpoint.parent, args.save_total_limit, best)):
-        folder.remove(path)
+        remove(path)
 
 
 def outdated(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
@@ -168,7 +169,7 @@ def _numbered(output_dir: Path) -> list[Path]:
 
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
-    runs = {fingerprint(folder.newest_key(path / FOLDER)): path.name for path in reversed(checkpoints)}
+    runs = {fingerprint(key_of(path)): path.name for path in reversed(checkpoints)}
     began = [*read_steps(journal, missing="empty")]
     named = ", ".join(f"{name} of run {run}" for run, name in runs.items())
     if len(runs) > 1:
@@ -183,6 +184,11 @@ def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     raise CheckpointError(
         f"{found}. Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
     )
+
+
+def key_of(checkpoint: Path) -> Key:
+    """The key of the run that a complete checkpoint is of."""
+    return folder.newest_key(checkpoint / FOLDER)
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpfunc import distributed
 from dpfunc._utils.processes import checksum, in_hex, is_dtensor
 from dpfunc._utils.validation import fail, refuse, shorten, suggestion
-from dpfunc.distributed._object_collectives import all_or_none
+from dpfunc.distributed import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import settle

@@ -26,7 +26,6 @@ from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.clipping import Telemetry
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.ranks import Ranks, check_launch
-from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
@@ -199,8 +198,14 @@ def called(model: nn.Module, wrapped: nn.Module) -> Caller:
 
 def twin_loss(model: nn.Module, wrapped: nn.Module, task: Loss) -> Callable[[Mapping[str, Any]], Tensor]:
     """The loss of the twin without privacy, of the wrapped model: the mean over the samples of the loss of each."""
-    loss_fn = make_loss_fn(called(model, wrapped), task)
-    return lambda batch: split_aux(loss_fn({}, dict(batch)))[0].mean()
+    loss_fn: Callable[..., Any] = make_loss_fn(called(model, wrapped), task)
+
+    def mean(batch: Mapping[str, Any]) -> Tensor:
+        returned = loss_fn({}, dict(batch))
+        losses_B: Tensor = returned[0] if isinstance(returned, tuple) else returned  # else with aux beside it
+        return losses_B.mean()
+
+    return mean
 
 
 def warning_step(plan: Plan, before: Ledger, limit: int, share: float) -> float:

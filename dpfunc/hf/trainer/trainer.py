@@ -20,18 +20,18 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
+from dpfunc._utils.files import remove, sweep
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import known_end
-from dpfunc.checkpoint._folder import remove, sweep
 from dpfunc.checkpoint._format import Checkpoint
 from dpfunc.checkpoint.journal import Journal, writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_same_data, rank_and_size
+from dpfunc.distributed import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.functional._fsdp import settle
 from dpfunc.hf._facts import facts_of_model
@@ -50,9 +50,9 @@ from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
-from dpfunc.sampling import mean_over_views
+from dpfunc.sampling import data_name, mean_over_views
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
-from dpfunc.sampling._records import check_repeatable, data_name
+from dpfunc.sampling._records import check_repeatable
 from dpfunc.state import StepState
 from dpfunc.step import make_dp_step
 from dpfunc.updates import set_grads
