@@ -4,7 +4,8 @@ May import: its folder, budget, evidence, rehearsal, release and below. Trusted:
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -124,6 +125,18 @@ def base_model(model: nn.Module) -> nn.Module:
     inside = getattr(model, "get_base_model", None)
     found = inside() if callable(inside) and hasattr(model, "peft_config") else model
     return found if isinstance(found, nn.Module) else model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in evaluation mode; after it each of its parts is in the mode that it had."""
+    training = {part: part.training for part in model.modules()}
+    model.train(False)
+    try:
+        yield
+    finally:
+        for part, mode in training.items():  # parents come first, and set their children
+            part.train(mode)
 
 
 def quantised_layers(model: nn.Module) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfunc.hf._facts import evaluating
 from dpfunc.recipes import Head
 
 _ADAPTERS = ("lora_", "vera_")  # in the names of parameters, by PEFT
@@ -63,16 +64,13 @@ def measure_feature_norm(model: nn.Module, head: Iterable[str]) -> float | None:
     longest = int(getattr(config, "max_position_embeddings", None) or 512) - 2  # some models begin at position 2
     shape = (_PROBES[0], min(_PROBES[1], max(1, longest)))
     ids = torch.randint(int(vocabulary), shape, generator=torch.Generator().manual_seed(0), device="cpu")
-    was_training = model.training
-    model.train(False)
     norms = []
     try:
-        for ids_1T in ids.to(params[0].device).split(1):
-            logits = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).logits
-            grads = torch.autograd.grad(logits[0, 0], params, allow_unused=True)
-            norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads if grad is not None)))
+        with evaluating(model):
+            for ids_1T in ids.to(params[0].device).split(1):
+                logits = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).logits
+                grads = torch.autograd.grad(logits[0, 0], params, allow_unused=True)
+                norms.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads if grad is not None)))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than tokens
         return None
-    finally:
-        model.train(was_training)
     return sum(norms) / len(norms) or None

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from dpfunc.hf._facts import evaluating
 from dpfunc.recipes import Head
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # of encoders of BERT's form
@@ -95,14 +96,12 @@ class MeanPooledClassifier(PreTrainedModel):  # type: ignore[misc]  # has no typ
         self.first_layer = layer
         ids = torch.tensor([[1, 2, 3, 0]], device=self.device).clamp(max=self.config.vocab_size - 1)
         mask = torch.tensor([[1, 1, 1, 0]], device=self.device)
-        was_training = self.training
-        self.train(False)
         try:
-            whole = self.pooled(ids, mask)
-            same = torch.allclose(self.pooled(None, mask, self.lower(ids, mask)), whole, rtol=1e-3, atol=1e-3)
+            with evaluating(self):
+                whole = self.pooled(ids, mask)
+                same = torch.allclose(self.pooled(None, mask, self.lower(ids, mask)), whole, rtol=1e-3, atol=1e-3)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # another form
             same = False
-        self.train(was_training)
         self.first_layer = layer if same else None
         return same
 

@@ -18,7 +18,7 @@ from dpfunc.batches import rows
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional.forward import function_of, unwrapped
 from dpfunc.hf import losses
-from dpfunc.hf._facts import AnyForward, with_facts
+from dpfunc.hf._facts import AnyForward, evaluating, with_facts
 from dpfunc.hf.tasks import next_tokens
 from dpfunc.types import Params
 
@@ -133,20 +133,13 @@ def reference_log_probabilities(model: nn.Module, batch: Mapping[str, Tensor]) -
         the batch change no bit (test_the_reference_of_a_pair_is_computed_alone).
     """
     model = unwrapped(model)
-    training = {part: part.training for part in model.modules()}
     first = next(name for name, value in model.named_parameters() if value.is_floating_point())
-    model.train(False)
-    try:
+    with evaluating(model), torch.no_grad():
         forward, params = function_of(model, [first])
         there = {name: value.to(params[first].device) for name, value in batch.items()}
-        with torch.no_grad():
-            found = [
-                log_probabilities(forward, params, rows(there, place, place + 1))
-                for place in range(len(batch["labels"]))
-            ]
-    finally:
-        for part, mode in training.items():  # parents come first, and set their children
-            part.train(mode)
+        found = [
+            log_probabilities(forward, params, rows(there, place, place + 1)) for place in range(len(batch["labels"]))
+        ]
     return torch.cat(
         [batch["labels"].new_zeros(0, 2, dtype=torch.float32), *(each.to(batch["labels"].device) for each in found)]
     )

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from dpfunc.hf._facts import evaluating
 from dpfunc.hf.pooled import MeanPooledClassifier
 from dpfunc.train._dataset import Records
 from dpfunc.train._preferences import with_references
@@ -95,20 +96,16 @@ def _computed(
     """The records as the frozen part gives them, each alone, on the device that there is."""
     if torch.accelerator.is_available():
         base.to(torch.accelerator.current_accelerator())
-    was_training = base.training
     computed: list[Mapping[str, Any]] = []
     whole_ND = torch.empty(len(records) if kind == "features" else 0, base.config.hidden_size)  # as in read_records
-    base.train(False)
     # no bar: how fast it grows would tell how many records there are
-    with Console(stderr=True).status("frozen layers") if shows else nullcontext():
+    with evaluating(base), torch.no_grad(), Console(stderr=True).status("frozen layers") if shows else nullcontext():
         for number, record in enumerate(records):
             ids = torch.tensor([record["input_ids"]], device=base.device)
             mask = torch.ones_like(ids)
-            with torch.no_grad():
-                if kind == "features":
-                    found = whole_ND[number].copy_(base.pooled(ids, mask)[0])
-                else:
-                    found = base.lower(ids, mask)[0].half().cpu()
+            if kind == "features":
+                found = whole_ND[number].copy_(base.pooled(ids, mask)[0])
+            else:
+                found = base.lower(ids, mask)[0].half().cpu()
             computed.append({kind: found, "labels": record["labels"]})
-    base.train(was_training)
     return computed

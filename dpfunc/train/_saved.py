@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
+from dpfunc.hf._facts import evaluating
 from dpfunc.hf.chats import MADE_UP
 from dpfunc.hf.pairs import MADE_UP_PAIR
 from dpfunc.hf.tasks import make_loss_fn
@@ -121,13 +122,13 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> 
 
 def _losses(job: Job, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Losses of a batch in evaluation mode, one of each record; the model stays in the mode that it was in."""
-    training, device = model.training, next(model.parameters()).device
+    device = next(model.parameters()).device
     first = next(name for name, value in model.named_parameters() if value.is_floating_point())
-    forward, params = functionalize(model.train(False), [first])
     there = {name: value.to(device) for name, value in batch.items()}
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=job.training.bf16):
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=job.training.bf16)
+    with evaluating(model), torch.no_grad(), autocast:
+        forward, params = functionalize(model, [first])
         losses: Any = make_loss_fn(forward, loss_of_record(job))(params, there)
-    model.train(training)
     return cast(Tensor, losses.float().cpu())
 
 

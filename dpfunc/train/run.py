@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,7 +26,6 @@ from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
 from dpfunc.distributed import all_or_none
 from dpfunc.hf._facts import facts_of_model
-from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer._recipes import new_head
 from dpfunc.hf.trainer._run import Loss, trainable, with_accuracy
@@ -40,13 +38,13 @@ from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import Records, chat_lines, collator, read_records, seen_lines
 from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._metrics import METRICS_FILE, measure_of, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
-from dpfunc.train._preferences import loss_of_record, preferred
+from dpfunc.train._preferences import loss_of_record
 from dpfunc.train._recipe import recipe_lines, with_recipe, with_shape
 from dpfunc.train._saved import made_up_batch, rehearse_saving, save_model
 from dpfunc.train._views import view_lines
-from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, Job
-from dpfunc.train.tables import json_values
+from dpfunc.train.config import ADAPTERS, FEATURES, Job
 
 LONGEST_WAIT = timedelta(minutes=30)  # for a process that writes a large model
 _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fewer calls
@@ -54,8 +52,6 @@ _FEATURES_AT_ONCE = 4096  # rows of a few hundred numbers: little memory, and fe
 _SAME_NAME = ("learning_rate", "weight_decay", "warmup_steps", "seed", "save_steps", "logging_steps", "bf16")
 # Loggers of which Transformers does not say whether they are installed, and their modules.
 _UNLISTED = {"azure_ml": "azureml", "flyte": "flytekit"}
-_METRICS = "metrics.json"
-_TWIN = "-no-dp"  # the end of the name of its folder
 NOT_COVERED = (
     "Not covered by epsilon: metrics on the evaluation records, a choice between runs made with them, the number of "
     "records, and what you read off the table yourself (labels, lengths, settings)."
@@ -224,7 +220,7 @@ def make_trainer(prepared: Prepared, key: Key | None, kind: Callable[..., Any] |
         train_dataset=records.units, eval_dataset=records.evaluation or None,
         data_collator=collator(job, prepared.processing),
         processing_class=None if job.task in FEATURES else prepared.processing,  # written at the end alone
-        compute_metrics=_measure(job), optimizers=(_optimizer(prepared), None),
+        compute_metrics=measure_of(job), optimizers=(_optimizer(prepared), None),
     )  # fmt: skip
 
 
@@ -290,7 +286,7 @@ def _finish(
 ) -> dict[str, Any]:  # fmt: skip
     """Write the metrics, print privacy cost, files and metrics, and return the accounting."""
     job, private, spent = prepared.job, prepared.job.privacy.dp_enabled, dict[str, Any]()
-    replace_file(folder / _METRICS, json.dumps(measured, indent=1) + "\n")
+    replace_file(folder / METRICS_FILE, json.dumps(measured, indent=1) + "\n")
     cost = "epsilon=inf. This is the twin without privacy."
     if private:
         spent = json.loads((folder / ACCOUNTING).read_text())
@@ -314,70 +310,6 @@ def _finish(
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
     secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
     say(f"Saved: {folder / folders.MODEL}, for {how}.")
-    for line in (*_metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
+    for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
         say(line)
     return spent
-
-
-def classification(prediction: Any) -> dict[str, float]:
-    """Share of evaluation records, or words, whose most likely class is their label, and its mean over the classes;
-    share of the most frequent class; and the cross-entropy of the shares as the prediction for each record."""
-    labels = prediction.label_ids
-    known = labels != IGNORED
-    if not known.any():
-        return {}
-    right = _scores(prediction).argmax(-1)[known] == labels[known]
-    classes, counts = np.unique(labels[known], return_counts=True)
-    shares = counts / counts.sum()
-    return {
-        "accuracy": float(right.mean()), "majority": float(shares.max()),
-        "balanced_accuracy": float(np.mean([right[labels[known] == each].mean() for each in classes])),
-        "loss_of_shares": float(-(shares * np.log(shares)).sum()),
-    }  # fmt: skip
-
-
-def _scores(prediction: Any) -> Any:
-    """The outputs for the labels; T5 and BART give hidden states after them."""
-    found = prediction.predictions
-    return found[0] if isinstance(found, tuple) else found
-
-
-def _regression(prediction: Any) -> dict[str, float]:
-    """Root mean squared error of the predictions, and that of the mean of the labels as the prediction for all."""
-    labels = np.asarray(prediction.label_ids, dtype=np.float64)
-    errors = np.asarray(_scores(prediction), dtype=np.float64).reshape(labels.shape) - labels
-    return {"rmse": float(np.sqrt(np.square(errors).mean())), "rmse_of_mean": float(labels.std())}
-
-
-# Task -> its metrics besides the loss.
-_MEASURES = {**dict.fromkeys(CLASSIFIES, classification), "text_regression": _regression}
-
-
-def _measure(job: Job) -> Callable[[Any], dict[str, float]] | None:
-    """The metrics of a job besides the loss."""
-    return preferred(job) if job.task == "preference" else _MEASURES.get(job.task)
-
-
-_SHOWN = ("eval_loss", "eval_balanced_accuracy", "eval_accuracy", "eval_rmse", "eval_reward_accuracy")
-
-
-def _metric_lines(measured: Mapping[str, float], folder: Path, *, private: bool) -> list[str]:
-    """Lines with the metrics, and with what to compare them with."""
-    names = [name for name in _SHOWN if name in measured]
-    lines = [f"{name}: {measured[name]:.4g}" for name in names]
-    if "eval_loss_of_reference" in measured:
-        lines.append(f"eval_loss of the model before training: {measured['eval_loss_of_reference']:.4g}")
-    if "eval_majority" in measured:
-        lines += [
-            f"most frequent class of the evaluation records: {measured['eval_majority']:.4g}",
-            f"eval_loss of the shares of their classes for all: {measured['eval_loss_of_shares']:.4g}",
-        ]
-    if "eval_rmse_of_mean" in measured:
-        lines.append(f"eval_rmse of their mean as the prediction for all: {measured['eval_rmse_of_mean']:.4g}")
-    if not lines or not private:
-        return lines
-    name = names[-1]
-    reference = json_values(Path(f"{folder}{_TWIN}") / _METRICS).get(name)
-    twin = f"non-private reference, {name} of the twin in {folder}{_TWIN}:"
-    none = "non-private reference: none. --no-dp trains the twin, which is as private as its records"
-    return [*lines, none if reference is None else f"{twin} {reference:.4g}"]

@@ -24,10 +24,10 @@ from dpfunc.hf.vision_language.tiny_llava import write as write_llava
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import PadRight, collator, language_record, prompt_ids, read_records
 from dpfunc.train._dry_run import dry_run
+from dpfunc.train._metrics import classification
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
 from dpfunc.train.config import LOSSES, DataSection
-from dpfunc.train.run import classification
 from dpfunc.train.tables import read_table, split
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf._facts import base_model
+from dpfunc.hf._facts import base_model, evaluating
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import CLASSES, problem_of
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
@@ -166,12 +166,8 @@ def refuse_padding(
             per_sample = loop()(loss_fn, params, dict(prepare(batch)))
         return per_sample.weighted_sum({name: torch.ones(1, device=param.device) for name, param in params.items()})
 
-    training = model.training
-    model.train(False)
-    try:
+    with evaluating(model):
         compared = _two_gradients(gradient, collate, records, alone)
-    finally:
-        model.train(training)
     if compared is None:
         return
     one, other = compared

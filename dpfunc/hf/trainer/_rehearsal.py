@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import nested_numpify
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import CheckpointError, InvalidArgument
-from dpfunc.hf._facts import Facts, base_model, facts_of_model, quantised_layers
+from dpfunc.hf._facts import Facts, base_model, evaluating, facts_of_model, quantised_layers
 from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
 from dpfunc.sampling._records import read, spread
@@ -113,10 +113,8 @@ def rehearse_evaluation(trainer: Any, model: Any) -> str | None:
 
 def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | None]:
     """Names of the metrics of a few records, and a warning."""
-    training = model.training
-    model.train(False)
     try:
-        with cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
+        with evaluating(model), cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
             records = read(dataset, spread(len(dataset), _EVALUATED))
             batch = next(iter(trainer.get_eval_dataloader(records)))
             alone = trainer.compute_metrics is None or trainer.args.prediction_loss_only
@@ -128,8 +126,6 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
             f"Expected eval_dataset to be evaluated as the run will, got {type(error).__name__}: {error} It would have "
             f"ended the run at its first evaluation. {_NOTHING}"
         ) from error
-    finally:
-        model.train(training)
     names = set() if loss is None else {"loss"}
     if alone or predictions is None or labels is None or trainer.args.batch_eval_metrics:
         return names, None
