@@ -16,7 +16,7 @@ import dpfunc
 from benchmarks.published.rows import Setting, noise_of
 from benchmarks.recipes.data import CLOTHES, FOLDER, ROOT, clothes
 from dpfunc.clipping import Flat
-from dpfunc.features.images import CHANNELS, scattering
+from dpfunc.features.images import CHANNELS, STRIDE, scattering
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import Poisson
 from dpfunc.state import allow_repeat
@@ -40,8 +40,11 @@ class Images:
 
 def scattered(images: Tensor) -> Tensor:
     """Normalised scattering coefficients (n, 81, h / 4, w / 4), in half precision, of images (n, h, w) from 0 to 1."""
-    found = [F.group_norm(scattering(chunk), GROUPS).half() for chunk in images.split(CHUNK)]
-    return torch.cat(found)
+    height, width = (side // STRIDE for side in images.shape[1:])
+    found = torch.empty(len(images), CHANNELS, height, width, dtype=torch.half)  # parts would lie between freed memory
+    for rows, chunk in zip(found.split(CHUNK), images.split(CHUNK), strict=True):
+        rows.copy_(F.group_norm(scattering(chunk), GROUPS))
+    return found
 
 
 def clothes_scattered() -> Images:

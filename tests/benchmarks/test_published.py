@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 import torch
@@ -321,3 +322,13 @@ def test_results_have_the_costs_of_now():
 def test_the_tables_are_those_of_the_result():
     page = benchmark.PAGE.read_text("utf-8")
     assert filled(page, benchmark.tables(RESULTS.values())) == page
+
+
+def test_the_readme_has_the_numbers_of_the_result():
+    """Mean and interval of the two rows that it names, and what the settings of Opacus cost."""
+    readme = " ".join((benchmark.DOCS.parent / "README.md").read_text("utf-8").split())
+    for name in ("fashion-linear", "fashion-linear-spent"):
+        values = [100 * run["ours"] for run in RESULTS[name]["runs"]]
+        assert f"{mean(values):.1f} % ({len(values)} runs, ± {benchmark.interval(values):.1f})" in readme, name
+    costs = [f"{RESULTS[f'mnist-{stated}']['epsilon']:.2f}" for stated in ("6.86", "2.91", "1.16")]
+    assert f"cost {costs[0]}, {costs[1]} and {costs[2]} instead of 6.86, 2.91 and 1.16" in readme
