@@ -45,7 +45,7 @@ def data_name(dataset: Any) -> str:
         dataset: a data set with a length and an index; its records are read with torch's generator seeded.
 
     Returns:
-        The number of records and a digest. Private: it tells whether somebody's guess of the records is right.
+        The number of records and a digest. Private: with it a guess of the records can be checked.
 
     Guarantees:
         tests/sampling/test_records.py::test_a_change_of_any_record_is_another_data_set.
