@@ -175,7 +175,7 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
     options = get_args(kind)
     if type(None) in options and text.lower() in ("null", "none"):
         return None
-    items = [get_args(option)[0] for option in options if get_origin(option) is tuple]
+    items = [get_args(option)[0] for option in options if get_origin(option) in (list, tuple)]
     adapter: TypeAdapter[object] = TypeAdapter(items[0] if items else kind)
     try:
         if items:

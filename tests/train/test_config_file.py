@@ -206,6 +206,7 @@ FLAGS = {  # as text -> place and value
     "no is a text": (["--text_column", "no"], ("data", "text_column", "no")),
     "null is a text": (["--text_column", "null"], ("data", "text_column", "null")),
     "a list": (["--targets", "q_proj, v_proj"], ("lora", "targets", ("q_proj", "v_proj"))),
+    "a list of words": (["--dp_telemetry", "accuracy"], ("privacy", "dp_telemetry", ["accuracy"])),
     "no list": (["--targets", "none"], ("lora", "targets", None)),
     "negative": (["--lora.alpha=3e0"], ("lora", "alpha", 3.0)),
 }
