@@ -2,7 +2,8 @@
 
 May import: its folder, functional and below. Trusted: no.
 
-A layer becomes `h = W x + (alpha / rank) B A x`, with A (rank, in) and B (out, rank).
+A layer becomes `h = W x + (alpha / rank) B A x`, with A (rank, in) and B (out, rank); or, of vectors alone,
+`h = W x + (alpha / rank) diag(b) B diag(d) A x`, with A and B of all layers (VeRA, Kopiczko et al. 2024).
 """
 
 import copy
@@ -39,6 +40,9 @@ from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import Params
 
 SCHEMA = "dpfunc-lora-1"
+# What is frozen as it was drawn, by what is trained.
+_FIXED = {"AB": (), "B": (".lora_A",), "vectors": (".lora_A", ".lora_B")}
+_PARTS = ("lora_A", "lora_B", "lora_d", "lora_b")  # d and b of vectors alone
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ SCHEMA = "dpfunc-lora-1"
     "alpha": positive,
     "dropout": below_one,
     "rslora": boolean,
-    "train": partial(one_of, allowed=("AB", "B")),
+    "train": partial(one_of, allowed=tuple(_FIXED)),
     "init": partial(one_of, allowed=("kaiming", "orthonormal")),
 })  # fmt: skip
 class LoRAConfig:
@@ -59,7 +63,8 @@ class LoRAConfig:
         rslora: scale alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
         dropout: probability on the input of A, 0 <= dropout < 1; active in training mode only, not on embeddings.
         train: `AB`, or `B` with A frozen (FFA-LoRA, Sun et al. 2024), which halves the noisy coordinates and keeps the
-            noise in `B A` linear.
+            noise in `B A` linear; or `vectors` (VeRA): A and B are drawn once for all layers and frozen, and each layer
+            has d, one number a rank, and b, one an output. For linear layers, of which ranks may exceed the sizes.
         init: of A: `kaiming` uniform, or `orthonormal` rows. B starts at zero.
         also_train: names of ordinary parameters that are trained too.
 
@@ -72,7 +77,7 @@ class LoRAConfig:
     alpha: float
     rslora: bool = False
     dropout: float = 0.0
-    train: Literal["AB", "B"] = "AB"
+    train: Literal["AB", "B", "vectors"] = "AB"
     init: Literal["kaiming", "orthonormal"] = "kaiming"
     also_train: tuple[str, ...] = ()
 
@@ -88,7 +93,8 @@ class LoRA:
 
     Args:
         params: initial trainable parameters, name -> tensor.
-        constants: A of each target when only B is trained. config: what the adapter is. module: the original.
+        constants: A of each target when only B is trained; of vectors A and B, under the name of the first target.
+        config: what the adapter is. module: the original.
     """
 
     params: dict[str, Tensor]
@@ -130,7 +136,10 @@ class LoRA:
             weight = layer.get_parameter("weight")
             if not weight.is_floating_point():
                 raise UnsupportedModel(f"The weight of {name} is {weight.dtype}: merge into a model in float.")
-            merged = _merged_weight(layer, every[f"{name}.lora_A"], every[f"{name}.lora_B"], self.config.scale)
+            shared = self.config.targets[0] if self.config.train == "vectors" else name
+            a, b = every[f"{shared}.lora_A"], every[f"{shared}.lora_B"]
+            factors = _with_vectors(layer, a, b, every.get(f"{name}.lora_d"), every.get(f"{name}.lora_b"))
+            merged = _merged_weight(layer, *factors, self.config.scale)
             layer.register_parameter("weight", nn.Parameter(merged, requires_grad=weight.requires_grad))
         return result
 
@@ -141,15 +150,15 @@ class LoRA:
 
 def attach(
     module: nn.Module, key: Key, *, targets: str | Sequence[str], rank: int, alpha: float, rslora: bool = False,
-    dropout: float = 0.0, train: Literal["AB", "B"] = "AB", init: Literal["kaiming", "orthonormal"] = "kaiming",
-    also_train: str | Sequence[str] = (),
+    dropout: float = 0.0, train: Literal["AB", "B", "vectors"] = "AB",
+    init: Literal["kaiming", "orthonormal"] = "kaiming", also_train: str | Sequence[str] = (),
 ) -> LoRA:  # fmt: skip
     """Low-rank adapters on named layers of a module, as a function of the adapter's parameters.
 
     Args:
         module: any module with Linear, Embedding, Conv2d or Hugging Face Conv1D layers. It is not changed: a copy of
             its structure shares its parameters, which follows `module.train()` and `module.eval()`.
-        key: from which A is drawn; the same key gives the same A.
+        key: from which A is drawn, and B of vectors; the same key gives the same A. Public: no key of a run.
         targets: the layers: a regular expression that is searched in their names, or a list of names.
         rank, alpha, rslora, dropout, train, init: see `LoRAConfig`.
         also_train: ordinary parameters to train as well, e.g. of a new head: regular expression or list of names.
@@ -157,7 +166,9 @@ def attach(
     Returns:
         A `LoRA`. All other parameters are constants. With B = 0 the function starts as the module's own.
         `{layer}.lora_A` is (rank, in), or (rank, in, height, width) of a Conv2d, or (rank, num_embeddings);
-        `{layer}.lora_B` is (out, rank), or (out, rank, 1, 1). They have the weight's dtype, float32 if it is quantised.
+        `{layer}.lora_B` is (out, rank), or (out, rank, 1, 1). Of vectors, `{layer}.lora_d` is (rank,) and begins at
+        0.1, `{layer}.lora_b` is (out,) and begins at 0 in the place of B. They have the weight's dtype, float32 if it
+        is quantised.
 
     Raises:
         InvalidArgument: no such layer, a layer of another kind, a rank that is too large.
@@ -180,9 +191,10 @@ def attach(
     if problem := uncopied(module):
         raise UnsupportedModel(problem)
     adapted, counterparts = _adapted_copy(module, layers, config, key)
-    names = [f"{name}.{suffix}" for name in layers for suffix in ("lora_A", "lora_B")]
+    places = {f"{name}.{part}" for name in layers for part in _PARTS}
+    names = [name for name, _ in adapted.named_parameters() if name in places]
     forward, params = function_of(adapted, names + [_adapted_name(name, config.targets) for name in trained])
-    fixed = [name for name in params if train == "B" and name.endswith(".lora_A")]
+    fixed = [name for name in params if name.endswith(_FIXED[train])]
     return LoRA(params, {name: params.pop(name) for name in fixed}, config, module, forward, counterparts)
 
 
@@ -226,9 +238,10 @@ def _adapted_copy(
     """A copy of the structure that shares the tensors, with wrapped targets; and each module with its counterpart."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     wrappers: dict[int, Any] = {}
+    shared = _shared_factors(layers, fold_in(key, "lora"), config) if config.train == "vectors" else None
     for name, layer in layers.items():
-        factors = _initial_factors(layer, fold_in(key, "lora", name), config.rank, config.init)
-        wrappers[id(layer)] = LoRALayer(copy.deepcopy(layer, memo), *factors, config.scale, config.dropout)
+        factors = shared or _initial_factors(layer, fold_in(key, "lora", name), config.rank, config.init)
+        wrappers[id(layer)] = LoRALayer(copy.deepcopy(layer, memo), *factors, config)
     memo.update(wrappers)  # deepcopy takes what its memo holds in place of the original, wherever it is referred to
     adapted: nn.Module = copy.deepcopy(module, memo)
     return adapted, tuple((part, memo[id(part)]) for part in module.modules())
@@ -237,23 +250,27 @@ def _adapted_copy(
 class LoRALayer(nn.Module):
     """A frozen layer plus its low-rank part. Stands in for the layer in a copy of the module's structure."""
 
-    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, scale: float, dropout: float) -> None:
+    def __init__(self, base: nn.Module, a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
         super().__init__()
-        self.base, self.scale, self.dropout = base, scale, dropout
-        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
+        self.base, self.scale, self.dropout = base, config.scale, config.dropout
+        self.lora_A, self.lora_B = a, b
+        has_vectors = config.train == "vectors"
+        self.lora_d = nn.Parameter(a.new_full((config.rank,), 0.1)) if has_vectors else None
+        self.lora_b = nn.Parameter(b.new_zeros(_sizes(base)[1])) if has_vectors else None
         self.train(base.training)
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         """The layer's own output plus `scale * B A x`."""
         inputs = x if isinstance(self.base, nn.Embedding) else F.dropout(x, self.dropout, self.training)
-        low = _low_rank(self.base, inputs, self.lora_A, self.lora_B)
+        low = _low_rank(self.base, inputs, self.lora_A, self.lora_B, self.lora_d, self.lora_b)
         output: Tensor = self.base(x, *args)
         return output + self.scale * low.to(output.dtype)
 
     @property
     def weight(self) -> Tensor:
         """`W + scale * B A`, for models that use the weight without calling the layer (nn.MultiheadAttention)."""
-        return _merged_weight(self.base, self.lora_A, self.lora_B, self.scale)
+        factors = _with_vectors(self.base, self.lora_A, self.lora_B, self.lora_d, self.lora_b)
+        return _merged_weight(self.base, *factors, self.scale)
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute (`bias`, `in_features`, ...) from the layer itself."""
@@ -274,8 +291,31 @@ def adaptable(layer: nn.Module) -> bool:
     return known and layer._parameters.get("weight") is not None
 
 
-def _low_rank(layer: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`B A x` for each kind of layer."""
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer, of 4 bits too, whose weight has another shape; or of a Conv1D."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs = layer.weight.shape
+    return int(inputs), int(outputs)
+
+
+def _with_vectors(
+    layer: nn.Module, a: Tensor, b: Tensor, d: Tensor | None, of_outputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A and B as they are; or `diag(d) A` and `diag(b) B`, cut to the size of the layer."""
+    if d is None or of_outputs is None:
+        return a, b
+    inputs, outputs = _sizes(layer)
+    return d[:, None] * a[:, :inputs], of_outputs[:, None] * b[:outputs]
+
+
+def _low_rank(
+    layer: nn.Module, x: Tensor, a: Tensor, b: Tensor, d: Tensor | None, of_outputs: Tensor | None
+) -> Tensor:  # fmt: skip
+    """`B A x` for each kind of layer; `diag(b) B diag(d) A x` with vectors."""
+    if d is not None and of_outputs is not None:
+        inputs, outputs = _sizes(layer)
+        return of_outputs * F.linear(d * F.linear(x.to(a.dtype), a[:, :inputs]), b[:outputs])
     if isinstance(layer, nn.Embedding):
         return F.linear(F.embedding(x, a.t(), layer.padding_idx), b)
     x = x.to(a.dtype)
@@ -302,7 +342,24 @@ def _merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tens
     return (weight.to(wide) + scale * delta).to(weight.dtype)
 
 
-def _initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[Tensor, Tensor]:
+def _shared_factors(
+    layers: Mapping[str, nn.Module], key: Key, config: LoRAConfig
+) -> tuple[nn.Parameter, nn.Parameter]:  # fmt: skip
+    """A and B of all layers by key, of the largest sizes: of `A x` and of `B x` the variance is at most 1/3."""
+    other = [name for name, layer in layers.items() if not (isinstance(layer, nn.Linear) or _is_conv1d(layer))]
+    expect(not other, "linear layers with train='vectors'", "targets", other)
+    expect(config.init == "kaiming", "init='kaiming' with train='vectors'", "init", config.init)
+    sizes = [_sizes(layer) for layer in layers.values()]
+    inputs = max(size for size, _ in sizes)
+    outputs = max(size for _, size in sizes)
+    weight, random = next(iter(layers.values())).get_parameter("weight"), stream(key)
+    like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
+    a = random.uniform(-1, 1, (config.rank, inputs)) / math.sqrt(inputs)
+    b = random.uniform(-1, 1, (outputs, config.rank)) / math.sqrt(config.rank)
+    return nn.Parameter(torch.from_numpy(a).to(like)), nn.Parameter(torch.from_numpy(b).to(like))
+
+
+def _initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[nn.Parameter, nn.Parameter]:
     """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised."""
     shape, shape_b = _factor_shapes(layer, rank)
     weight, random = layer.get_parameter("weight"), stream(key)
@@ -314,7 +371,7 @@ def _initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[
     else:
         q, _ = np.linalg.qr(random.standard_normal((fan_in, rank)))
         a = np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3)
-    return torch.from_numpy(a).to(like), like.new_zeros(shape_b)
+    return nn.Parameter(torch.from_numpy(a).to(like)), nn.Parameter(like.new_zeros(shape_b))
 
 
 def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

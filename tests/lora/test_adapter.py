@@ -7,12 +7,13 @@ import json
 
 import pytest
 import torch
-from models import TinyCNN, TinyTransformer, peft_bert, tiny_bert, tiny_gpt2
+from models import Case, TinyCNN, TinyTransformer, peft_bert, tiny_bert, tiny_gpt2
 from module_cases import IDS, KEY, logits, per_sample, random_b, same, snapshot
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from zoo.parity import differences, truth_of, without_gradient
 
-from dpfunc import lora
+from dpfunc import engines, lora
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.lora import LoRAConfig
 from dpfunc.lora.adapter import adaptable
@@ -100,7 +101,9 @@ BAD = {
     "float rank": ({"rank": 2.0}, r"got rank=2.0"),
     "alpha": ({"alpha": 0.0}, "Expected 0 < alpha < inf"),
     "dropout of all": ({"dropout": 1.0}, "Expected 0 <= dropout < 1"),
-    "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B'"),
+    "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B', 'vectors'"),
+    "vectors of an embedding": ({"train": "vectors", "targets": ["embed"]}, r"Expected linear layers with train='vectors', got targets=\['embed'\]"),
+    "vectors of orthonormal A": ({"train": "vectors", "init": "orthonormal"}, "Expected init='kaiming' with train='vectors'"),
     "init": ({"init": "zeros"}, "Expected init to be one of 'kaiming', 'orthonormal'"),
     "rslora": ({"rslora": "no"}, "Expected rslora to be true or false, got rslora='no'"),
 }  # fmt: skip
@@ -323,3 +326,87 @@ def test_quantised_weights_get_float_adapters_and_cannot_be_merged():
     assert torch.allclose(adapter.forward(params, x), expected, atol=1e-4)
     with pytest.raises(UnsupportedModel, match=r"weight of 0 is torch.uint8"):
         adapter.merge(params)
+
+
+# Vectors alone (VeRA)
+
+
+def moved(params):
+    generator = torch.Generator().manual_seed(4)
+    return {name: p + torch.randn(p.shape, generator=generator) for name, p in params.items()}
+
+
+def peft_vera(make, **options):
+    from peft import VeraConfig, get_peft_model
+
+    config = VeraConfig(task_type="SEQ_CLS", r=5, projection_prng_key=3, **options)
+    theirs = get_peft_model(make(), config).eval()
+    for name, p in theirs.named_parameters():
+        if "vera_lambda" in name:
+            p.data = 3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+    return theirs
+
+
+def test_vectors_equal_vera_of_peft(tmp_path):
+    """In layers of several sizes, for which A and B are cut; merged too, and as a file holds A and B once."""
+    theirs, plain = peft_vera(tiny_bert, target_modules=["query", "value", "intermediate.dense"]), tiny_bert()
+    values = {
+        name.replace(".base_layer", "").replace(".modules_to_save.default", "").removeprefix("base_model.model."): p
+        for name, p in theirs.state_dict().items()
+        if "original_module" not in name
+    }
+    plain.load_state_dict({name: values[name] for name in plain.state_dict()})
+    adapter = lora.attach(
+        plain, KEY, targets=r"query|value|intermediate\.dense", rank=5, alpha=5, train="vectors"
+    )  # fmt: skip
+    assert {tuple(value.shape) for value in adapter.constants.values()} == {
+        tuple(values[f"base_model.vera_{part}.default"].shape) for part in "AB"
+    }
+    constants = {name: values[f"base_model.vera_{name[-1]}.default"] for name in adapter.constants}
+    adapter = dataclasses.replace(adapter, constants=constants)
+    params = {
+        name: values[f"{name.removesuffix(name[-6:])}vera_lambda_{name[-1]}.default"] for name in adapter.params
+    }  # fmt: skip
+    expected = theirs(IDS).logits
+    assert not torch.allclose(plain(IDS).logits, expected, atol=1e-3)
+    assert torch.allclose(adapter.forward(params, IDS).logits, expected, atol=1e-5)
+    assert torch.allclose(adapter.merge(params)(IDS).logits, expected, atol=1e-5)
+    lora.save_adapter(tmp_path / "a.safetensors", adapter, params)
+    again, loaded = lora.load_adapter(tmp_path / "a.safetensors", plain)
+    assert torch.equal(again.forward(loaded, IDS).logits, adapter.forward(params, IDS).logits)
+    assert sum("lora_A" in name for name in load_file(tmp_path / "a.safetensors")) == 1
+
+
+def test_vectors_begin_as_the_module_with_matrices_of_the_key():
+    module = TinyTransformer().eval()
+    first, again, other = (
+        lora.attach(module, insecure_key(seed), targets="linear", rank=40, alpha=40, train="vectors")
+        for seed in (5, 5, 6)
+    )
+    assert {name.rpartition(".")[2] for name in first.params} == {"lora_d", "lora_b"}
+    assert len(first.constants) == 2  # of all layers, whose ranks exceed their sizes
+    for name, value in first.constants.items():
+        assert torch.equal(value, again.constants[name])
+        assert not torch.equal(value, other.constants[name])
+    assert torch.allclose(first.forward(first.params, IDS), module(IDS), atol=1e-6)  # by another kernel of torch
+    params = moved(first.params)
+    assert torch.allclose(first.forward(params, IDS), first.merge(params)(IDS), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "GPT-2", "BERT", "layers of several sizes"])
+def test_gradients_of_vectors_are_those_of_single_records(kind):
+    make, targets = {
+        "transformer": (TinyTransformer, "linear"),
+        "GPT-2": (tiny_gpt2, r"c_attn|mlp\.c_fc"),
+        "BERT": (tiny_bert, r"query|value"),
+        "layers of several sizes": (TinyTransformer, r"linear|head"),
+    }[kind]
+    adapter = lora.attach(make().eval(), KEY, targets=targets, rank=3, alpha=3, train="vectors")
+
+    def loss_fn(params, ids):
+        return logits(adapter.forward(params, ids)).flatten(1).square().mean(1)
+
+    case = Case(loss_fn, moved(adapter.params), IDS)
+    truth = truth_of(case)
+    assert not without_gradient(truth)
+    assert max(differences(engines.auto(), case, truth).values()) < 2e-4
