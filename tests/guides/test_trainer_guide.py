@@ -68,6 +68,7 @@ def test_the_ordinary_script_becomes_private_by_the_diff(place):
     assert record["global_step"] == 2
     assert (place / "model" / "model.safetensors").exists()
     assert all(math.isfinite(logs["eval_loss"]) for logs in trainer.state.log_history if "eval_loss" in logs)
+    pages.run(next(block for block in blocks() if "callbacks=True" in block), trainer=trainer)
 
 
 def test_the_script_over_people_runs(place):

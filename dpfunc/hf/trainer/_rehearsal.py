@@ -1,11 +1,10 @@
-"""Errors that would end a private run halfway, found before its first step: records that the model cannot take, an
-evaluation that fails, and weights that are not read back as they were written.
+"""Errors that would end a private run halfway, found before its first step: records that the model cannot take, and an
+evaluation that fails.
 
 May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch.utils.data import IterableDataset
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 
-from dpfunc._utils.validation import shorten
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import Facts, base_model, evaluating, facts_of_model, quantised_layers
 from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
 from dpfunc.sampling._records import read, spread
-from dpfunc.types import Params
 
 _AT_ONCE = 64  # records that are collated together
 _READ = 1024  # records of images, sound and others whose batches hold floats, which are slow to make
@@ -87,32 +84,34 @@ def _check_tokens(
     tables.refuse(known=bool(known.all()), length=length, where=f"in {key!r} of each record of {name}")
 
 
-def rehearse_evaluation(trainer: Any, model: Any) -> str | None:
+def rehearse_evaluation(trainer: Any, model: Any) -> tuple[list[dict[str, Any]], str | None]:
     """Evaluate up to 16 records of each data set as the run will: loss, outputs and metrics; nothing is logged.
 
-    Returns a warning where a metric fails in a way that may come of their number.
+    Returns the metrics of each data set, and a warning where one fails in a way that may come of their number.
     """
-    if quantised_layers(trainer.model) and not torch.accelerator.is_available():
-        return None  # bitsandbytes packs the weights of a model that is evaluated, and gradients no longer pass
-    several = isinstance(trainer.eval_dataset, Mapping)
+    metrics: list[dict[str, Any]] = []
     warning = None
-    for dataset in trainer.eval_dataset.values() if several else [trainer.eval_dataset]:
+    if quantised_layers(trainer.model) and not torch.accelerator.is_available():
+        return metrics, warning  # bitsandbytes packs the weights of a model that is evaluated; gradients do not pass
+    several = isinstance(trainer.eval_dataset, Mapping)
+    for name, dataset in (trainer.eval_dataset if several else {"": trainer.eval_dataset}).items():
         if not is_indexed(dataset):
             continue
-        names, found = _rehearsed(trainer, model, dataset)
+        values, found = _rehearsed(trainer, model, dataset)
+        metrics.append({f"eval_{name}_{each}" if name else f"eval_{each}": value for each, value in values.items()})
         warning = found or warning
         best = None if trainer.args.eval_strategy == "no" else trainer.args.metric_for_best_model
         wanted = None if best is None or several or found else best.removeprefix("eval_")
-        if wanted is not None and wanted not in names | {"runtime", "samples_per_second", "steps_per_second"}:
+        if wanted is not None and wanted not in {*values, "runtime", "samples_per_second", "steps_per_second"}:
             raise InvalidArgument(
                 f"Expected metric_for_best_model to be a metric of the evaluation, got {best!r}, and metrics "
-                f"{', '.join(sorted(names))}. The first evaluation would end the run. {_NOTHING}"
+                f"{', '.join(sorted(values))}. The first evaluation would end the run. {_NOTHING}"
             )
-    return warning
+    return metrics, warning
 
 
-def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | None]:
-    """Names of the metrics of a few records, and a warning."""
+def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[dict[str, Any], str | None]:
+    """The metrics of a few records, by their names without a prefix, and a warning."""
     try:
         with evaluating(model), cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
             records = read(dataset, spread(len(dataset), _EVALUATED))
@@ -126,18 +125,19 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
             f"Expected eval_dataset to be evaluated as the run will, got {type(error).__name__}: {error} It would have "
             f"ended the run at its first evaluation. {_NOTHING}"
         ) from error
-    names = set() if loss is None else {"loss"}
-    if alone or predictions is None or labels is None or trainer.args.batch_eval_metrics:
-        return names, None
-    available = {
-        "loss": ("losses", loss),
-        "inputs": ("inputs", batch.get(getattr(trainer.model, "main_input_name", "input_ids"))),
-    }
+    own = {} if loss is None else {"loss": float(loss.mean())}
+    if alone or predictions is None or labels is None:
+        return own, None
+    by_batch = trainer.args.batch_eval_metrics  # of which this is the last: a metric begins anew after it
+    inputs = batch if by_batch else batch.get(getattr(trainer.model, "main_input_name", "input_ids"))
+    available = {"loss": ("losses", loss), "inputs": ("inputs", inputs)}
     more = dict(available[name] for name in trainer.args.include_for_metrics)
+    given = {"predictions": predictions, "label_ids": labels, **more}
     try:
-        metrics = trainer.compute_metrics(
-            EvalPrediction(*nested_numpify((predictions, labels)), **nested_numpify(more))
-        )
+        if by_batch:
+            metrics = trainer.compute_metrics(EvalPrediction(**given), compute_result=True)
+        else:
+            metrics = trainer.compute_metrics(EvalPrediction(**nested_numpify(given)))
     except FAILURES as error:
         wrong = f"compute_metrics to take what the model predicts, got {type(error).__name__}: {error}"
         if isinstance(error, _ALWAYS_WRONG):
@@ -146,33 +146,5 @@ def _rehearsed(trainer: Any, model: Any, dataset: Any) -> tuple[set[str], str | 
                 "the run at its first evaluation. Of a tuple take the first, or give preprocess_logits_for_metrics. "
                 f"{_NOTHING}"
             ) from error
-        return names, f"Expected {wrong}, for {len(records)} records: if it fails for all of them too, it ends the run."
-    return names | {name.removeprefix("eval_") for name in metrics}, None
-
-
-def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
-    """Read the weights of a checkpoint back as `load_best_model_at_end` and a resumed run do; nothing is changed.
-
-    Returns a warning where they cannot be read, and it is an error if the run will need them. PEFT writes what p-tuning
-    gives, not what it trains: read back it is another model, which a resumed run alone gets from elsewhere.
-    """
-    before = {name: param.detach().clone() for name, param in params.items()}
-    try:
-        trainer._load_from_checkpoint(str(folder), trainer.model)
-    except FAILURES as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    else:
-        lost = [name for name, value in before.items() if not torch.equal(params[name].detach(), value)]
-        reason = f"others for {shorten(lost)}" if lost else ""
-        if not trainer.args.load_best_model_at_end:
-            reason = ""
-    finally:
-        with torch.no_grad():
-            for name, value in before.items():
-                params[name].copy_(value)
-    if not reason:
-        return None
-    message = f"Expected weights that are read back as they were written, got {reason}."
-    if trainer.args.load_best_model_at_end:
-        raise CheckpointError(f"{message} Leave load_best_model_at_end out: it would end the run. {_NOTHING}")
-    return f"{message} The run cannot be resumed after an interruption."
+        return own, f"Expected {wrong}, for {len(records)} records: if it fails for all of them too, it ends the run."
+    return own | {name.removeprefix("eval_"): value for name, value in metrics.items()}, None

@@ -42,6 +42,7 @@ from dpfunc.types import Batch, Engine, LossFn, Params, schedule_at
 from dpfunc.updates.averages import Average
 
 Loss = str | Callable[..., Tensor]
+_METRICS = ("epsilon", "epsilon_rdp", "delta", "max_grad_norm", "noise_multiplier")
 
 
 @dataclass(frozen=True)
@@ -239,12 +240,17 @@ def plan_text(plan: Plan, microbatch: int) -> str:
 
 def metrics(record: Record) -> dict[str, float]:
     """Privacy metrics for loggers, from the accounting of a state."""
-    names = ("epsilon", "epsilon_rdp", "delta", "max_grad_norm", "noise_multiplier")
-    values = {f"privacy/{name}": getattr(record, name) for name in names}
+    values = {f"privacy/{name}": getattr(record, name) for name in _METRICS}
     values["privacy/steps_left"] = record.num_steps - record.global_step
     if record.target_epsilon is not None:
         values["privacy/remaining_epsilon"] = max(0.0, record.target_epsilon - record.epsilon)
     return values
+
+
+def made_up_logs(plan: Plan) -> dict[str, float]:
+    """What a private run logs at a step, all of it zero."""
+    names = [*_METRICS, "steps_left", *(["remaining_epsilon"] if plan.epsilon is not None else [])]
+    return dict.fromkeys(("learning_rate", "grad_norm", *(f"privacy/{name}" for name in names), "epoch"), 0.0)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ May import: its folder, budget, evidence, rehearsal, release and below. Trusted:
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -39,22 +39,24 @@ from dpfunc.hf.preferences import Preference, margins
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
+from dpfunc.hf.trainer import _rehearsed_step as made_up
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
-from dpfunc.hf.trainer._rehearsal import check_read_back, is_indexed, refuse_records, rehearse_evaluation
+from dpfunc.hf.trainer._rehearsal import is_indexed, refuse_records, rehearse_evaluation
+from dpfunc.hf.trainer._saved import beside_adapters, check_read_back, complete, silent
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
-from dpfunc.rng import Key, secure_key
+from dpfunc.rng import Key, cpu_seeds, insecure_key, secure_key, torch_seed
 from dpfunc.sampling import data_name, mean_over_views
-from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
-from dpfunc.sampling._records import check_repeatable
+from dpfunc.sampling._loader import Collate, Drawn, Draws, check_readable, data_loader
+from dpfunc.sampling._records import check_repeatable, read
 from dpfunc.state import StepState
-from dpfunc.step import make_dp_step
+from dpfunc.step import DPStep, make_dp_step
 from dpfunc.updates import set_grads
 
 _logger = logging.getLogger(__name__)
@@ -199,6 +201,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _spent_before(self) -> Ledger:
         return Ledger(adjacency=self.privacy.adjacency) if self._earlier is None else self._earlier
 
+    @cached_property
+    def _beside_adapters(self) -> list[str]:
+        """Parameters that are saved with an adapter, and that PEFT does not save: see `beside_adapters`."""
+        return beside_adapters(self.model) if self._division is None else []
+
     def _steps_per_epoch(self, num_records: int) -> int:
         return -(-num_records // int(self.logical_batch_size))
 
@@ -282,12 +289,18 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             with writing(self._folder / RECORD_FILE, record.ledger, self.plan):
                 files.write_accounting(self._folder, record)
 
-    def rehearse(self) -> None:
+    def rehearse(self, *, callbacks: bool = False) -> None:
         """Look for errors that would end a private run halfway; nothing is trained, logged, kept or spent.
 
-        Every record is collated, and its token ids, length and label are held against the model; a few records are
-        evaluated, with metrics; the weights are saved, into a folder that is removed, and read back. `train` does the
-        same before its first step, and `dp_dry_run` in its place.
+        Every record is collated, and its token ids, length and label are held against the model; the gradient of the
+        first records is computed and dropped; a few records are evaluated, with metrics; the optimizer steps with
+        made-up gradients, and the schedule to its end; the weights are saved, into a folder that is removed, and read
+        back. `train` does the same before its first step, and `dp_dry_run` in its place.
+
+        Args:
+            callbacks: tell copies of your callbacks of a step, an evaluation and a save; what they do outside of
+                themselves (files, loggers, uploads) happens. `state.trial_name` is "rehearsal", `args.output_dir` a
+                folder that is removed. `train` and `dp_dry_run` only look at the arguments that they take.
 
         Raises:
             InvalidArgument, UnsupportedModel, CheckpointError: what the run would fail with, and what to do.
@@ -295,17 +308,77 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         Guarantees:
             tests/hf/trainer/test_rehearsal.py: test_one_record_in_the_midst_of_many,
             test_an_evaluation_that_fails_is_found_before_the_first_step,
-            test_adapters_are_read_back_before_the_first_step, test_a_rehearsal_changes_no_bit_of_the_run.
+            test_adapters_are_read_back_before_the_first_step, test_a_rehearsal_changes_no_bit_of_the_run;
+            tests/hf/trainer/test_rehearsed_step.py: test_what_follows_a_step_is_found_before_it,
+            test_callbacks_are_told_where_one_asks; tests/hf/trainer/test_saved.py:
+            test_what_is_not_saved_is_found_before_the_first_step.
         """
         settings.refuse_model(self.model)
-        settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
+        params = runs.trainable(self.model)
+        settings.refuse_optimizer(self.optimizer, params)
+        made_up.refuse_callbacks(self.callback_handler.callbacks)
         self._warn(self._check_data())
         if self._division is not None:
             return
-        self._warn(rehearse_evaluation(self, self.model))
+        self._rehearse_gradients(params)
+        metrics, warning = rehearse_evaluation(self, self.model)
+        self._warn(warning)
+        self._rehearse_saving(None)
+        before: tuple[Any, Any] = (self.optimizer, self.lr_scheduler)
+        limit = max(1, self.plan.step_limit(self._spent_before))
+        try:
+            self.create_optimizer()
+            with made_up.put_back(params, self.optimizer, self.lr_scheduler):
+                self.create_scheduler(limit)
+                made_up.rehearse_step(params, self.optimizer, self.lr_scheduler, limit)
+                if callbacks:
+                    self._rehearse_callbacks(metrics, limit)
+        finally:
+            self.optimizer = before[0]
+            self.lr_scheduler: Any = before[1]
+
+    def _rehearse_gradients(self, params: dict[str, Tensor]) -> None:
+        """Compute the clipped sum of up to two records, and drop it."""
+        views, key, training = self.privacy.dp_views, insecure_key(0), self.model.training
+        collate = Collate(self._collator(), views=views)
+        with cpu_seeds(key), torch_seed(key):
+            clipped_grad = self._dp_step(params, None).clipped_grad
+            indices = [index for index in range(min(2, len(self.train_dataset))) for _ in range(views)]
+            drawn = Drawn(key, 0)
+            records = [(drawn, record) for record in read(self.train_dataset, indices)]
+            batch = dict(self._prepare_inputs(collate(records)))
+            with runs.without_words(clipped_grad.loss_fn, params, batch):
+                clipped_grad(params, batch, key=key)
+        self.model.train(training)
+
+    def _rehearse_saving(self, written: Path | None) -> None:
+        """Save the weights, into a folder that is removed, and read them back; or from a checkpoint."""
+        params = runs.trainable(self.model) | {name: self.model.get_parameter(name) for name in self._beside_adapters}
         with TemporaryDirectory() as folder:
-            self._save(folder)
-            self._warn(check_read_back(self, Path(folder), runs.trainable(self.model)))
+            if written is None:
+                with silent():
+                    self._save(folder)
+            self._warn(check_read_back(self, written or Path(folder), params))
+
+    def _rehearse_callbacks(self, metrics: Sequence[Mapping[str, Any]], limit: int) -> None:
+        own = (self.callback_handler, self.state, self.args)
+        loaders = {"train_dataloader": self.get_train_dataloader(), "eval_dataloader": None}
+        if is_indexed(self.eval_dataset):
+            loaders["eval_dataloader"] = self.get_eval_dataloader()
+        used = (self.optimizer, self.lr_scheduler)
+        same = [self, self.model, self.processing_class, self.train_dataset, self.eval_dataset, *used]
+        changes = {"optimizer": used[0], "lr_scheduler": used[1], **loaders}
+        changes["callbacks"] = made_up.copies(own[0].callbacks, same)
+        values = {"global_step": 1, "max_steps": limit, "epoch": 1 / limit, "trial_name": "rehearsal"}
+        try:
+            with TemporaryDirectory() as folder:
+                self.callback_handler: Any = settings.changed(own[0], changes)
+                self.args = settings.changed(self.args, {"output_dir": folder})
+                self.state: Any = settings.changed(self.state, {**values, "log_history": []})
+                self._save(str(Path(folder) / "checkpoint-1"))
+                made_up.tell(self.callback_handler, self.args, self.state, runs.made_up_logs(self.plan), metrics)
+        finally:
+            self.callback_handler, self.state, self.args = own
 
     def _dry_run(self) -> TrainOutput:
         self.rehearse()
@@ -322,6 +395,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.model.train()
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
+        made_up.refuse_callbacks(self.callback_handler.callbacks)
         data = check_same_data(self._described_data, self._ranks)
         distributed.once(self._ranks, self._clean)
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
@@ -459,6 +533,21 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             with torch.no_grad():
                 for name, value in start.resumed.params.items():
                     params[name].copy_(value)
+        dp_step = self._dp_step(params, Journal(self._folder / files.JOURNAL, self.plan))
+        if (average := privacy.average(start.limit)) is not None:
+            self.pop_callback(runs.Averaging)
+            self._averaging = runs.Averaging(average, params)
+            self.add_callback(self._averaging)
+        state = (
+            dp_step.init(params, start.key, self._earlier, num_records=self._num_records())
+            if start.resumed is None
+            else start.resumed.state
+        )
+        return runs.Run(dp_step, params, state, state, start)
+
+    def _dp_step(self, params: dict[str, Tensor], journal: Journal | None) -> DPStep:
+        """The private step of the model, which is in training mode after it."""
+        model, privacy = self.model, self.privacy
         forward, engine, ranks = runs.as_function(model, params, privacy.dp_engine, self._ranks)
         on_cuda = all(param.is_cuda for param in params.values())
         loss_fn = make_loss_fn(forward, runs.with_accuracy(self._task, self.plan.telemetry))
@@ -466,21 +555,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             refuse_padding(loss_fn, params, model, self.train_dataset, self._collator(), self._prepare_inputs)
         if privacy.dp_views > 1:
             loss_fn = mean_over_views(loss_fn)
-        if (average := privacy.average(start.limit)) is not None:
-            self.pop_callback(runs.Averaging)
-            self._averaging = runs.Averaging(average, params)
-            self.add_callback(self._averaging)
-        dp_step = make_dp_step(
+        return make_dp_step(
             loss_fn, self.plan, engine=engine, microbatch_size=self.physical_batch_size, ranks=ranks,
-            noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure",
-            journal=Journal(self._folder / files.JOURNAL, self.plan),
+            noise_source="device" if on_cuda and not privacy.dp_secure_mode else "secure", journal=journal,
         )  # fmt: skip
-        state = (
-            dp_step.init(params, start.key, self._earlier, num_records=self._num_records())
-            if start.resumed is None
-            else start.resumed.state
-        )
-        return runs.Run(dp_step, params, state, state, start)
 
     def _num_records(self) -> int | None:
         """Number of records, where the plan has a bound on it."""
@@ -510,13 +588,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         before = run.at(self.state.global_step)
-        if before.step == 0 and run.start.resumed is None and self._saves_states():
-            self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
-            if self._division is None:
-                written = self._folder / f"checkpoint-{self.state.global_step}"
-                self._warn(check_read_back(self, written, run.params))
-        if before.step == 0 and run.start.resumed is None and self._division is None:
-            self._warn(rehearse_evaluation(self, model))
+        if before.step == 0 and run.start.resumed is None:
+            self._begun(model, run)
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         with fsdp.settled(self.model), runs.without_words(run.dp_step.clipped_grad.loss_fn, params, batch):
@@ -532,6 +605,19 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if self.privacy.dp_log_unreleased
             else torch.zeros((), device=self.args.device)
         )
+
+    def _begun(self, model: nn.Module, run: runs.Run) -> None:
+        """Save the start of a run, and do the rest of `rehearse` with its own optimizer and schedule."""
+        saves = self._saves_states()
+        if saves:
+            self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
+        if self._division is not None:
+            return
+        written = self._folder / f"checkpoint-{self.state.global_step}" if saves else None
+        distributed.once(self._ranks, partial(self._rehearse_saving, written))
+        self._warn(rehearse_evaluation(self, model)[1])
+        with made_up.put_back(run.params, self.optimizer, self.lr_scheduler):
+            made_up.rehearse_step(run.params, self.optimizer, self.lr_scheduler, run.start.limit)
 
     def _saves_states(self) -> bool:
         return self.args.save_strategy != "no" and not self.args.save_only_model
@@ -649,6 +735,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         super()._save(output_dir, self._whole if state_dict is None else state_dict)
+        complete(Path(output_dir or self.args.output_dir), self.model, self._beside_adapters)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in `Trainer`, but for the optimizer of a sharded model, which the folder `dpfunc` of a checkpoint has."""
