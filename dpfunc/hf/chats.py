@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count, groupby
 from typing import Any, cast
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 
 from dpfunc._utils.validation import integer, one_of, refuse
@@ -96,6 +97,8 @@ def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
 def turns(values: Sequence[Any], role: str | None) -> list[Message]:
     """The turns in a list, of a turn alone, or in a text that names who speaks; or texts as one turn of this role."""
     first = values[0] if len(values) == 1 else None
+    if isinstance(first, np.ndarray):  # as pandas reads a .parquet
+        first = first.tolist()
     if isinstance(first, Mapping):
         refuse((first.get("tools"), "Expected the tools of a chat in a column of their own (data.tools_column in a "
                 "job), got them beside its turns."))  # fmt: skip
@@ -123,9 +126,9 @@ def turns(values: Sequence[Any], role: str | None) -> list[Message]:
 
 
 def _spoken(text: str) -> list[Message]:
-    """The turns in a text that begins with the name of who speaks; of any other text none."""
+    """The turns in a text that begins with the name of who speaks, the assistant among them; of any other text none."""
     begin, *spoken = _SPOKEN.split(text)
-    pairs = [] if begin.strip() else zip(spoken[::2], spoken[1::2], strict=True)
+    pairs = [] if begin.strip() or "Assistant" not in spoken[::2] else zip(spoken[::2], spoken[1::2], strict=True)
     return [{"role": "user" if who == "Human" else "assistant", "content": said.strip()} for who, said in pairs]
 
 

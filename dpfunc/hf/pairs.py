@@ -65,10 +65,10 @@ def pair_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
     refuse(
         (asked and not all(begin),
          "Expected answers to the prompt, got chats that begin with another turn than the assistant's. If they have "
-         f"the prompt in them, name them alone: data.chat: [{both}] in a job."),
+         f"the prompt in them, name them alone: columns [{both}], in a job data.chat: [{both}]."),
         (not asked and any(begin),
          "Expected whole chats, got a pair that begins with what the assistant says. Name the columns of the prompt "
-         f"before those of the answers: data.chat: [prompt, {both}] in a job."),
+         f"before those of the answers: columns [prompt, {both}], in a job data.chat: [prompt, {both}]."),
         (own == other,
          "Expected two answers, got a pair of equal ones, from which nothing is learnt. Leave the record out."),
         (first != ["assistant", "assistant"],

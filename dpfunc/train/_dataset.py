@@ -270,9 +270,10 @@ def learnt_columns(job: Job) -> tuple[str, ...]:
 def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) -> None:
     """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
     data = job.data
-    turns = [column for column in columns_of(job) if job.task in LANGUAGE and chats.written_turns(row[column])]
+    written = job.task == "preference" and not data.chat
+    turns = [column for column in columns_of(job) if written and chats.written_turns(row[column])]
     refuse(
-        (turns and not data.chat,
+        (turns,
          f"Expected texts in {where}, got turns of a chat, written as a text, in {', '.join(turns)}. {TURNS}"),
     )  # fmt: skip
     if data.chat or job.task == "preference":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from chat_jobs import MARKED, PLAIN, STRICT, THINKS, tokenizer
@@ -50,6 +51,8 @@ FORMATS = {
     "the prompt in both": ({"chosen": LONG[0], "rejected": LONG[1], "score_chosen": 9.0}, LONG),
     "Anthropic": ({"chosen": f"{HUMAN} 4", "rejected": f"{HUMAN} 5"}, LONG),
     "Anthropic, a prompt of its own": ({"prompt": HUMAN, "chosen": " 4", "rejected": " 5"}, ([*LONG[0][:3], assistant(" 4")], [*LONG[1][:3], assistant(" 5")])),
+    "a question that begins with a name": ({"prompt": "Human: 2 + 2 ?", "chosen": "4", "rejected": "5"}, ([user("Human: 2 + 2 ?"), YES], [user("Human: 2 + 2 ?"), NO])),
+    "arrays of pandas": ({"chosen": np.array(LONG[0]), "rejected": np.array(LONG[1])}, LONG),
     "ShareGPT": ({"conversations": [{"from": "human", "value": "2 + 2 ?"}], "chosen": GPT[0], "rejected": GPT[1]}, PAIR),
     "Alpaca": ({"instruction": "2 +", "input": "2 ?", "chosen": "4", "rejected": "5"}, ([user("2 +\n\n2 ?"), YES], [user("2 +\n\n2 ?"), NO])),
     "Alpaca without input": ({"instruction": "2 + 2 ?", "chosen": "4", "rejected": "5"}, PAIR),
@@ -79,8 +82,8 @@ REFUSED = {
     "an empty answer": ({"prompt": "secret", "chosen": "4", "rejected": ""}, "an empty one"),
     "a blank answer": ({"prompt": "secret", "chosen": [YES], "rejected": [assistant(" \n")]}, "an empty one"),
     "no answer behind a name": ({"chosen": f"{HUMAN} 4", "rejected": HUMAN}, "an empty one"),
-    "the prompt twice": ({"prompt": "secret", "chosen": [SECRET, YES], "rejected": [SECRET, NO]}, r"name them alone: data.chat: \[chosen, rejected\]"),
-    "the prompt in one": ({"prompt": "secret", "chosen": [SECRET, YES], "rejected": [NO]}, r"name them alone: data.chat: \[chosen, rejected\]"),
+    "the prompt twice": ({"prompt": "secret", "chosen": [SECRET, YES], "rejected": [SECRET, NO]}, r"name them alone: columns .* data.chat: \[chosen, rejected\]"),
+    "the prompt in one": ({"prompt": "secret", "chosen": [SECRET, YES], "rejected": [NO]}, r"name them alone: columns .* data.chat: \[chosen, rejected\]"),
     "no prompt": ({"chosen": [YES], "rejected": [NO]}, r"data.chat: \[prompt, chosen, rejected\]"),
     "texts without a prompt": ({"chosen": "secret", "rejected": "5"}, "a list of turns, each with role and content"),
     "turns as Python writes them": ({"prompt": "secret", "chosen": str([YES]), "rejected": str([NO])}, "a text in which they are written in another way"),

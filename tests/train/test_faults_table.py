@@ -240,7 +240,6 @@ FAULTS = {
     "pairs of chats, one prompt": ("prompts", lambda: write_rows("mails.jsonl", [{"prompt": [ASKED], **ANSWERS}] * 3), RAW, "Write task: preference, and chat: [prompt, chosen, rejected]"),
     "answers with labels": ("prompts", formatted("prompt", "secret", completion="a", label=True), RAW, "single answers with a label (KTO)"),
     "a chat in a text column": ("prompts", jsonl(text=[ASKED, ANSWER]), RAW, "in row 3 of mails.jsonl, got none. It is a list of turns: a chat. Write chat: [COLUMN]"),
-    "a chat as a text in a text column": ("prompts", jsonl(text=str([ASKED, ANSWER])), RAW, "Expected texts in row 3 of mails.jsonl, got turns of a chat, written as a text, in text. Write chat: [COLUMN]"),
     "parquet": ("texts", lambda: Path("mails.parquet").write_bytes(b"PAR1"), ["--data.train", "mails.parquet"], "'mails.parquet'"),
     "a data set on disk": ("texts", lambda: Path("mails").mkdir(), ["--data.train", "mails"], "'mails'"),
     # chats
@@ -268,8 +267,8 @@ FAULTS = {
     "null for an answer": ("pairs", pair(rejected=None), [], "in the column 'rejected' in row 3 of pairs.jsonl, got none"),
     "no column of an answer": ("pairs", pair(rejected=...), [], "in the column 'rejected' in row 3 of pairs.jsonl, got none"),
     "texts for chats": ("pairs", pairs_of(prompt="secret", chosen="goal", rejected="bank"), [], "Expected a list of turns, each with role and content"),
-    "a prompt of its own that is not named": ("pairs", pairs_of(prompt=[ASKED], **ANSWERS), [], "Name the columns of the prompt before those of the answers: data.chat: [prompt, chosen, rejected]"),
-    "a prompt that the chats have": ("pairs", pairs_of(prompt="secret", **GIVEN), PROMPT, "name them alone: data.chat: [chosen, rejected]"),
+    "a prompt of its own that is not named": ("pairs", pairs_of(prompt=[ASKED], **ANSWERS), [], "Name the columns of the prompt before those of the answers: columns [prompt, chosen, rejected], in a job data.chat: [prompt, chosen, rejected]"),
+    "a prompt that the chats have": ("pairs", pairs_of(prompt="secret", **GIVEN), PROMPT, "name them alone: columns [chosen, rejected], in a job data.chat: [chosen, rejected]"),
     "a prompt that is lacking": ("pairs", lambda: None, PROMPT, "Expected a text in the column 'prompt' in row 1 of pairs.jsonl, got none. The rows have pairs of chats. Write task: preference, and chat: [chosen, rejected]"),
     "chats for texts": ("pairs", pairs_of(prompt="secret", **GIVEN), TEXTS, "in the column 'chosen' in row 1 of pairs.jsonl, got none. The rows have pairs of chats. Write task: preference, and chat: [chosen, rejected]"),
     "a prompt of turns for a text": ("pairs", pairs_of(prompt=[ASKED], **ANSWERS), TEXTS, "Write task: preference, and chat: [prompt, chosen, rejected]"),
