@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpfunc.engines._book_keeping import credit_use
 from dpfunc.engines._levels import Node, OutsideTransforms, Pass, apply_node, inside, of_rows
-from dpfunc.engines._native import ANCHOR, Kernel, Native, Results, credit_use
+from dpfunc.engines._native import ANCHOR, Kernel, Native, Results
 from dpfunc.engines._numerics import Costs, exact, matrix
 from dpfunc.engines._per_sample import Outer, PerSampleGrad
 from dpfunc.engines._reads import Handler, read

@@ -21,6 +21,7 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import failed, is_dtensor, on_any_process
 from dpfunc.batches import own_memory, take, tree_leaves
 from dpfunc.engines._batching import by_rows, verified
+from dpfunc.engines._book_keeping import WITH_PARAMETERS, registered
 from dpfunc.engines._composite import COMPOSITES
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._ghost import Source
@@ -58,7 +59,8 @@ from dpfunc.engines._levels import (
     seen_as_compiling,
     transforms_seen,
 )
-from dpfunc.engines._native import NATIVE_OPERATIONS, OF_LIBRARIES, registered
+from dpfunc.engines._libraries import OF_LIBRARIES
+from dpfunc.engines._native import WITHOUT_PARAMETERS
 from dpfunc.engines._per_sample import Kept
 from dpfunc.engines._reads import READS, Handler, any_row, numbers, stacked
 from dpfunc.engines._recurrent import RECURRENT_LAYERS
@@ -423,7 +425,8 @@ def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     return {**found, **dict.fromkeys(_FACTS, _FACT)}
 
 
-_WITH_RULES, _WITHOUT_RULES = _answered(_OWN, NATIVE_OPERATIONS, READS), _answered(_OWN, READS)
+_WITH_RULES = _answered(_OWN, WITH_PARAMETERS, WITHOUT_PARAMETERS, READS)
+_WITHOUT_RULES = _answered(_OWN, READS)
 
 
 def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], kept: Kept, allowed: float) -> Passed:

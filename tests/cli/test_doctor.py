@@ -9,7 +9,7 @@ import torch
 from text_job import run
 
 from dpfunc.cli import _doctor
-from dpfunc.engines import _native, _recurrent
+from dpfunc.engines import _book_keeping, _recurrent
 
 
 def test_all_is_well_here():
@@ -26,7 +26,7 @@ def refused(*args, **options):
 
 
 BROKEN = {
-    "rules": ([(_native, "apply_node"), (_recurrent, "apply_node")], "engine", "setup_context"),
+    "rules": ([(_book_keeping, "apply_node"), (_recurrent, "apply_node")], "engine", "setup_context"),
     "noise": ([(_doctor, "_noise")], "import", "setup_context"),
 }
 

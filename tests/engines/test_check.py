@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from dpfunc import engines
-from dpfunc.engines import SelfCheck, _native, _recurrent, check, self_check
+from dpfunc.engines import SelfCheck, _book_keeping, _recurrent, check, self_check
 from dpfunc.errors import EngineWarning
 
 BATCH = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -38,7 +38,7 @@ def _not_yet_warned():
 
 
 def broken(monkeypatch):
-    for module in (_native, _recurrent):
+    for module in (_book_keeping, _recurrent):
         monkeypatch.setattr(module, "apply_node", refused)
 
 
@@ -72,8 +72,10 @@ def test_rules_that_are_not_used(monkeypatch):
 
 
 def test_rules_that_are_wrong(monkeypatch):
-    right = _native.credit_use
-    monkeypatch.setattr(_native, "credit_use", lambda owner, use, grad, tensors: right(owner, use, 2 * grad, tensors))
+    right = _book_keeping.credit_use
+    monkeypatch.setattr(
+        _book_keeping, "credit_use", lambda owner, use, grad, tensors: right(owner, use, 2 * grad, tensors)
+    )
     assert self_check().reason == "gradients of rules differ from those of single rows"
 
 
