@@ -13,7 +13,7 @@ import click
 from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Ledger
 from dpfunc.budget import Budget, BudgetEntry
-from dpfunc.checkpoint.journal import read_spent
+from dpfunc.checkpoint.costs import read_spent
 from dpfunc.cli._output import json_option, print_json, print_rows, print_values
 from dpfunc.types import ADJACENCIES, Adjacency, Event
 

@@ -17,7 +17,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
-from dpfunc.checkpoint.journal import Taken, read_cost, read_steps, steps_ledger
+from dpfunc.checkpoint.costs import read_cost
+from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways

@@ -16,7 +16,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
-from dpfunc.checkpoint.journal import count_steps, journal_ledger, read_spent
+from dpfunc.checkpoint.costs import read_spent
+from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf.trainer._files import JOURNAL, START, is_complete, newest, released
 from dpfunc.train.config import Job, job_from_dict, job_to_dict

@@ -14,7 +14,8 @@ from record_cases import record
 
 import dpfunc
 from dpfunc.checkpoint._chain import head_path, known_end
-from dpfunc.checkpoint.journal import journal_ledger, read_spent
+from dpfunc.checkpoint.costs import read_spent
+from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.hf.trainer import _files as trainer_state
 from dpfunc.hf.trainer import trainer as trainer_module
