@@ -1,4 +1,4 @@
-"""The values that flow between the layers. Nothing here computes.
+"""The values that flow between the layers: parameters, gradients, rules, sums, events of samplers, schedules.
 
 May import: _utils and below. Trusted: yes.
 

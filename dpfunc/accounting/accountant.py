@@ -19,7 +19,7 @@ from dpfunc.accounting._prv import epsilon_at, prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, canonical, divided, extremes, has_both, law_kind, law_of
+from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, divided, extremes, has_both, law_kind, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
 
@@ -253,7 +253,7 @@ def fewer_kinds(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[
                 )
                 for own in cells.values()
             )
-            return canonical(worst), (
+            return tuple(sorted(worst)), (
                 f"; {len(events)} kinds of steps rounded to {len(cells)}, each value by {math.exp(step) - 1:.2g} of "
                 "itself at most"
             )

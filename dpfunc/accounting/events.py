@@ -1,4 +1,4 @@
-"""Kinds of events, their laws, and the table that ledgers, accountants and files read them by.
+"""Kinds of events, the table of their names in files, and their laws, which accountants read.
 
 May import: its folder, batches, rng and below. Trusted: yes.
 
@@ -8,13 +8,13 @@ over many steps of a run, is one step of a kind whose fields describe all of it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpfunc._utils.validation import apart, below_one, checked, expect, fail, non_negative, positive, real
+from dpfunc._utils.validation import below_one, checked, expect, non_negative, positive, real
 from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
@@ -28,7 +28,6 @@ from dpfunc.accounting.mechanisms import (
     Tree,
     WithoutNoise,
 )
-from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.types import Allocated, Capped, Event
 
 
@@ -121,9 +120,6 @@ KINDS: dict[str, type[Event]] = {
     "zcdp": ZCDP,
 }
 """Name in files -> class. A new kind of event is a class, and a line here."""
-
-OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
-_Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fields -> an event, number of steps
 
 
 class Losses(NamedTuple):
@@ -223,83 +219,3 @@ def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Ar
         return np.full(len(orders), np.inf)
     logs = np.array([max(0.0, *(tilt(law, 1.0, a - 1).log_moment for law in laws)) for a in orders])
     return np.asarray(logs / (orders - 1) * (1 + 1e-12) + 1e-13)
-
-
-def _name_of(event: object) -> str:
-    for name, kind in KINDS.items():
-        if type(event) is kind:
-            return name
-    raise fail("every element of events to be an Event", "events", event)
-
-
-def canonical(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The same events sorted, those that differ in the number of steps only as one."""
-    return _made(_counted(events))
-
-
-def surplus(events: Iterable[Event], others: Iterable[Event]) -> tuple[Event, ...]:
-    """The steps of some events that others do not contain."""
-    known = _counted(others)
-    left = {key: (event, n - known.get(key, (event, 0))[1]) for key, (event, n) in _counted(events).items()}
-    return _made({key: (event, n) for key, (event, n) in left.items() if n > 0})
-
-
-def _counted(events: Iterable[Event]) -> _Counts:
-    steps: _Counts = {}
-    for event in events:
-        name = _name_of(event)
-        q, sigma, number, *more = _values(event).values()
-        key = (name, q, sigma, *more)
-        first, before = steps.get(key, (event, 0))
-        steps[key] = first, before + number
-    return steps
-
-
-def _made(counts: _Counts) -> tuple[Event, ...]:
-    return tuple(e if e.num_steps == n else replace(e, num_steps=n) for _, (e, n) in sorted(counts.items()))
-
-
-def _values(event: Event) -> dict[str, Any]:
-    """All fields: the sampling probability, the noise multiplier and the number of steps are the first ones."""
-    return {each.name: getattr(event, each.name) for each in fields(event)}
-
-
-def to_values(event: Event) -> dict[str, Any]:
-    name, usual = _name_of(event), _defaults(type(event))
-    values = {key: value for key, value in _values(event).items() if key not in usual or value != usual[key]}
-    return {**({"kind": name} if name else {}), **values}
-
-
-def _defaults(kind: type[Event]) -> dict[str, Any]:
-    """Fields that a file need not have, with their values; older files do not have them."""
-    usual = {each.name: each.default for each in fields(kind) if each.init and each.default is not MISSING}
-    return {name: value for name, value in usual.items() if name != "sampling_prob"}
-
-
-def from_values(values: object) -> Event:
-    """The event from `to_values`; unknown kinds, and fields that are missing, unknown or outside their domain, fail."""
-    if not isinstance(values, dict):
-        raise fail("an event as a JSON object", "event", values)
-    kind = KINDS.get(str(values.get("kind", "")))
-    if kind is None:
-        raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
-    given = {**_defaults(kind), **{name: value for name, value in values.items() if name != "kind"}}
-    check_fields("an event", given, [each.name for each in fields(kind)])
-    try:
-        event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
-        for name, value in given.items():  # what the kind sets by itself must be as given
-            own = getattr(event, name)
-            same = own == (tuple(value) if isinstance(own, tuple) else value)
-            expect(same, f"{name} = {own!r} in an event of its kind", name, value)
-    except DPFuncError as error:
-        raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
-    return event
-
-
-def check_fields(what: str, values: Collection[str], expected: Collection[str]) -> None:
-    """Raise an error unless a JSON object has exactly the expected fields."""
-    if differ := apart(set(expected) - set(values), set(values) - set(expected)):
-        raise InvalidArgument(
-            f"Expected the fields of {what}, got it {differ}. The file was changed, or is of another version, and an "
-            "unknown field may mean something that this version would ignore."
-        )

@@ -1,4 +1,4 @@
-"""Ledger of the privacy spent: a set of events that composes by addition.
+"""Ledger of the privacy spent: a set of events that composes by addition, and how files hold it.
 
 May import: its folder, batches, rng and below. Trusted: yes.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, cast
 
-from dpfunc._utils.validation import below_one, expect, fail, integer, one_of, signed, unique_json, unsigned
+from dpfunc._utils.validation import apart, below_one, expect, fail, integer, one_of, signed, unique_json, unsigned
 from dpfunc.accounting.accountant import METHODS, Guarantee, cached_epsilon
-from dpfunc.accounting.events import OTHER_VERSION, canonical, check_fields, from_values, surplus, to_values
-from dpfunc.errors import InvalidArgument, LedgerConflict
+from dpfunc.accounting.events import KINDS
+from dpfunc.errors import DPFuncError, InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Adjacency, Event, Schedule, schedule_at, stretches
 
+OTHER_VERSION = "Use the version of dpfunc that wrote it, or name its journal: before version 2 files had no digest."
+_Counts = dict[tuple[Any, ...], tuple[Event, int]]  # name of the kind, other fields -> an event, number of steps
 _SCHEMA = "dpfunc.ledger/2"
 _SHOWN_EVENTS = 4
 
@@ -216,6 +219,86 @@ def schedule_ledger(
     spans = stretches(0, integer("num_steps", num_steps), sampling_prob, noise_multiplier)
     events = [Event(schedule_at(sampling_prob, a), schedule_at(noise_multiplier, a), b - a) for a, b in spans]
     return Ledger(tuple(events), adjacency)
+
+
+def _name_of(event: object) -> str:
+    for name, kind in KINDS.items():
+        if type(event) is kind:
+            return name
+    raise fail("every element of events to be an Event", "events", event)
+
+
+def canonical(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The same events sorted, those that differ in the number of steps only as one."""
+    return _made(_counted(events))
+
+
+def surplus(events: Iterable[Event], others: Iterable[Event]) -> tuple[Event, ...]:
+    """The steps of some events that others do not contain."""
+    known = _counted(others)
+    left = {key: (event, n - known.get(key, (event, 0))[1]) for key, (event, n) in _counted(events).items()}
+    return _made({key: (event, n) for key, (event, n) in left.items() if n > 0})
+
+
+def _counted(events: Iterable[Event]) -> _Counts:
+    steps: _Counts = {}
+    for event in events:
+        name = _name_of(event)
+        q, sigma, number, *more = _values(event).values()
+        key = (name, q, sigma, *more)
+        first, before = steps.get(key, (event, 0))
+        steps[key] = first, before + number
+    return steps
+
+
+def _made(counts: _Counts) -> tuple[Event, ...]:
+    return tuple(e if e.num_steps == n else replace(e, num_steps=n) for _, (e, n) in sorted(counts.items()))
+
+
+def _values(event: Event) -> dict[str, Any]:
+    """All fields: the sampling probability, the noise multiplier and the number of steps are the first ones."""
+    return {each.name: getattr(event, each.name) for each in fields(event)}
+
+
+def to_values(event: Event) -> dict[str, Any]:
+    name, usual = _name_of(event), _defaults(type(event))
+    values = {key: value for key, value in _values(event).items() if key not in usual or value != usual[key]}
+    return {**({"kind": name} if name else {}), **values}
+
+
+def _defaults(kind: type[Event]) -> dict[str, Any]:
+    """Fields that a file need not have, with their values; older files do not have them."""
+    usual = {each.name: each.default for each in fields(kind) if each.init and each.default is not MISSING}
+    return {name: value for name, value in usual.items() if name != "sampling_prob"}
+
+
+def from_values(values: object) -> Event:
+    """The event from `to_values`; unknown kinds, and fields that are missing, unknown or outside their domain, fail."""
+    if not isinstance(values, dict):
+        raise fail("an event as a JSON object", "event", values)
+    kind = KINDS.get(str(values.get("kind", "")))
+    if kind is None:
+        raise fail(f"a kind of events among {sorted(KINDS)}", "kind", values["kind"], OTHER_VERSION)
+    given = {**_defaults(kind), **{name: value for name, value in values.items() if name != "kind"}}
+    check_fields("an event", given, [each.name for each in fields(kind)])
+    try:
+        event = kind(**{each.name: given[each.name] for each in fields(kind) if each.init})
+        for name, value in given.items():  # what the kind sets by itself must be as given
+            own = getattr(event, name)
+            same = own == (tuple(value) if isinstance(own, tuple) else value)
+            expect(same, f"{name} = {own!r} in an event of its kind", name, value)
+    except DPFuncError as error:
+        raise InvalidArgument(f"The ledger holds an event that cannot be: {error}") from error
+    return event
+
+
+def check_fields(what: str, values: Collection[str], expected: Collection[str]) -> None:
+    """Raise an error unless a JSON object has exactly the expected fields."""
+    if differ := apart(set(expected) - set(values), set(values) - set(expected)):
+        raise InvalidArgument(
+            f"Expected the fields of {what}, got it {differ}. The file was changed, or is of another version, and an "
+            "unknown field may mean something that this version would ignore."
+        )
 
 
 def parsed(text: str | bytes, expected: str, *schemas: str, hint: str = OTHER_VERSION) -> Any:

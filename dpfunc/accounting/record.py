@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from dpfunc._utils import validation as checks
 from dpfunc.accounting.accountant import BOUNDS, Guarantee
-from dpfunc.accounting.events import check_fields
-from dpfunc.accounting.ledger import Ledger, parsed
+from dpfunc.accounting.ledger import Ledger, check_fields, parsed
 from dpfunc.accounting.selection import RunCount, selection_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency, Allocated, Capped, Event

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dpfunc._utils.validation import expect, fail, one_of, open_unit, positive, refuse
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.events import to_values
+from dpfunc.accounting.ledger import to_values
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
 from dpfunc.types import ADJACENCIES, Adjacency
 

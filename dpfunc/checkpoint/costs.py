@@ -8,8 +8,7 @@ from pathlib import Path
 
 from dpfunc._utils.validation import fail
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.events import OTHER_VERSION
-from dpfunc.accounting.ledger import parsed
+from dpfunc.accounting.ledger import OTHER_VERSION, parsed
 from dpfunc.accounting.record import RECORD_FILE, RUN, SELECTION, Record, SelectionRecord, recorded
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import checked, refuse, wrong_type
 from dpfunc.accounting import Ledger, compose
-from dpfunc.accounting.events import from_values, to_values
+from dpfunc.accounting.ledger import from_values, to_values
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint._not_written import writing
 from dpfunc.errors import CheckpointError, LedgerConflict

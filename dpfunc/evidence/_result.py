@@ -25,8 +25,7 @@ from dpfunc._utils.validation import (
     signed,
     unsigned,
 )
-from dpfunc.accounting.events import to_values
-from dpfunc.accounting.ledger import parsed
+from dpfunc.accounting.ledger import parsed, to_values
 
 REPLAY, AUDIT = "dpfunc.replay/1", "dpfunc.audit/1"
 _SCHEMAS = {REPLAY: "replay", AUDIT: "audit"}

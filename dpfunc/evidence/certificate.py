@@ -21,8 +21,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting._rdp import composed_curve, converted
 from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
-from dpfunc.accounting.events import divided, from_values, to_values
-from dpfunc.accounting.ledger import parsed
+from dpfunc.accounting.events import divided
+from dpfunc.accounting.ledger import from_values, parsed, to_values
 from dpfunc.accounting.record import (
     CLIPS,
     COMPARED,

@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import norm
 
 from dpfunc.accounting import Allocated, Ledger, _allocation, delta_at, epsilon
-from dpfunc.accounting.events import from_values, law_of, to_values
+from dpfunc.accounting.events import law_of
+from dpfunc.accounting.ledger import from_values, to_values
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 

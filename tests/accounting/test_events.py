@@ -253,7 +253,7 @@ def test_no_noise_is_no_protection():
 
 def test_what_a_file_says_of_a_kind_must_be_true():
     """Fields that a kind sets by itself are in the file, so that all events have a noise multiplier; no other value."""
-    from dpfunc.accounting.events import from_values, to_values
+    from dpfunc.accounting.ledger import from_values, to_values
 
     values = to_values(Opaque(3, epsilon=0.5, delta=1e-8))
     assert from_values(json.loads(json.dumps(values))) == Opaque(3, epsilon=0.5, delta=1e-8)

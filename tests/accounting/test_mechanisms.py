@@ -23,7 +23,8 @@ from dpfunc.accounting import (
     delta_at,
     epsilon,
 )
-from dpfunc.accounting.events import from_values, law_of, to_values
+from dpfunc.accounting.events import law_of
+from dpfunc.accounting.ledger import from_values, to_values
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
