@@ -1,6 +1,6 @@
 """One private step: params, batch and state in; released gradients and the next state out.
 
-May import: recipes, state and below. Trusted: yes.
+May import: calls, recipes, state and below. Trusted: yes.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from dpfunc.batches import (
     refuse_narrow_range,
     tree_leaves,
 )
+from dpfunc.calls import Calls
 from dpfunc.clipped import RULE_LEAF, ClippedGrad, StepClip, check_mask, make_clipped_grad
 from dpfunc.clipping.rules import of_run
 from dpfunc.clipping.telemetry import LEAF
@@ -39,7 +40,7 @@ from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
-from dpfunc.state import Calls, StepState
+from dpfunc.state import StepState
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased
 
 

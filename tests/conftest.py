@@ -46,7 +46,7 @@ def _few_objects() -> None:
 def _no_earlier_runs() -> None:
     """Each file stands for a process of its own: which files share one, and with it insecure keys, is chance."""
     if (state := sys.modules.get("dpfunc.state")) is not None:
-        for known in (state._next_release, state._digests, state._ledgers):
+        for known in (state._runs, state._ledgers):
             known.clear()
 
 

@@ -25,7 +25,7 @@ HOUSE = runpy.run_path(str(REPOSITORY / "tools" / "house.py"))
 LAYERS = {
     "errors": 0, "_utils": 1, "types": 2, "rng": 3, "batches": 3,
     "engines": 4, "clipping": 4, "noise": 4, "sampling": 4, "accounting": 4, "updates": 4, "functional": 5, "lora": 6,
-    "distributed": 7, "clipped": 8, "plan": 9, "state": 10, "recipes": 10, "step": 11, "checkpoint": 12,
+    "distributed": 7, "clipped": 8, "plan": 9, "calls": 10, "state": 10, "recipes": 10, "step": 11, "checkpoint": 12,
     "rehearsal": 13, "release": 13, "evidence": 13, "budget": 13, "metrics": 14, "hf": 14, "features": 15,
     "train": 16, "cli": 17, "__init__": 18,
 }  # fmt: skip

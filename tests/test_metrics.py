@@ -20,8 +20,7 @@ FACTS = {"noise_multiplier": 2.0, "delta": 1e-5, "dataset_size": 60}
 
 def released(cells, shape, seed=0, **changes):
     """Each stands for a release of another process: of two, the same noise is in the difference."""
-    state._next_release.clear()
-    state._digests.clear()
+    state._runs.clear()
     return release_counts(cells, shape=shape, **{**FACTS, "key": insecure_key(seed), **changes})
 
 
@@ -70,7 +69,7 @@ def test_a_table_costs_what_one_number_costs(tmp_path):
     before = Ledger((Event(0.1, 3.0, 5),))
     found = released(cells_of(0, 60, (5, 2)), (5, 2), journal=journal, ledger=before)
     assert found.ledger == before.record(Event(1.0, 2.0, 1)) == journal_ledger(journal)
-    state._next_release.clear()
+    state._runs.clear()
     one = release_mean(torch.ones(60), bound=1.0, **FACTS, key=insecure_key(1))
     assert one.ledger.epsilon(1e-5) == released(cells_of(0, 60, (5, 2)), (5, 2)).ledger.epsilon(1e-5)
     with pytest.raises((InvalidArgument, BudgetExhausted)):

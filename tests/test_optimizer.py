@@ -178,7 +178,7 @@ def only_own_optimizers(monkeypatch):
     """Optimizers that other tests have left in this process are none of this one."""
     earlier = in_use(torch.optim.Optimizer)
     monkeypatch.setattr(
-        "dpfunc.state.in_use", lambda kind: [o for o in in_use(kind) if all(o is not e for e in earlier)]
+        "dpfunc.calls.in_use", lambda kind: [o for o in in_use(kind) if all(o is not e for e in earlier)]
     )
 
 

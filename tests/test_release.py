@@ -17,8 +17,7 @@ FACTS = {"bound": 1.0, "noise_multiplier": 2.0, "delta": 1e-5, "dataset_size": 5
 
 def released(values, seed=0, **changes):
     """Each release stands for one of another process: of two, the same noise is in the difference."""
-    state._next_release.clear()
-    state._digests.clear()
+    state._runs.clear()
     return dpfunc.release_mean(values, **{**FACTS, "key": dpfunc.rng.insecure_key(seed), **changes})
 
 

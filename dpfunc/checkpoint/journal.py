@@ -17,7 +17,7 @@ from dpfunc._utils.validation import checked, refuse, wrong_type
 from dpfunc.accounting import Ledger, compose
 from dpfunc.accounting.ledger import from_values, to_values
 from dpfunc.checkpoint import _chain as chain
-from dpfunc.checkpoint._not_written import writing
+from dpfunc.checkpoint.not_written import writing
 from dpfunc.errors import CheckpointError, LedgerConflict
 from dpfunc.types import Adjacency, Event
 

@@ -26,10 +26,10 @@ from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wro
 from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint import _format as run
 from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain
-from dpfunc.checkpoint._not_written import writing
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, family, known_notes, layout, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empty, encode, read_table, read_tensors, room, write_tensors
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
+from dpfunc.checkpoint.not_written import writing
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError

@@ -79,7 +79,7 @@ def importing() -> Iterator[None]:
 @contextmanager
 def _interruptible(job: Job, writes: bool) -> Iterator[None]:
     """After Ctrl-C, or a file that cannot be written, tell the privacy cost of the run; click then ends the command."""
-    from dpfunc.checkpoint._not_written import REFUSED, unwritten
+    from dpfunc.checkpoint.not_written import REFUSED, unwritten
     from dpfunc.train._run_folder import interrupted
 
     try:

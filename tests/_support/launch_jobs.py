@@ -153,8 +153,7 @@ def all_parts(*arguments):
         main(words[:end], standalone_mode=False)
         words = words[end + 1 :]
         between_parts()
-        state._next_release.clear()  # each part stands for processes of its own
-        state._digests.clear()
+        state._runs.clear()  # each part stands for processes of its own
     trainer(Path("trainer"))
     shutdown()
 

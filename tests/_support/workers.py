@@ -56,8 +56,7 @@ def _serve(pipe: Any) -> None:
             )
             dist.barrier()  # nobody leaves the group while another still connects
             module, _, function = name.partition(":")
-            state._next_release.clear()  # each job stands for processes of its own
-            state._digests.clear()
+            state._runs.clear()  # each job stands for processes of its own
             outcome = Outcome(getattr(importlib.import_module(module), function)(*args, **options))
         except Exception as error:  # noqa: BLE001  (told to whoever asked)
             outcome = Outcome(None, type(error).__name__, str(error), traceback.format_exc())

@@ -32,7 +32,7 @@ def close(found, expected):
 @pytest.fixture(autouse=True)
 def another_process():
     """What one process of a test released is not known to the next one."""
-    state._digests.clear()
+    state._runs.clear()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_saved_by_four_and_loaded_by_any(saved_by_four, uninterrupted, tmp_path,
 def test_the_state_of_noise_is_laid_out_anew(tmp_path):
     """Saved in parts by two, loaded by one: the noise of the last step is what it was."""
     expected = checkpoint_jobs.train_remembering(tmp_path / "one", "alone", 8)
-    state._digests.clear()
+    state._runs.clear()
     run(2, "checkpoint_jobs:train_remembering", tmp_path, "rows", 4, False, 4)
     found = checkpoint_jobs.train_remembering(tmp_path, "alone", 8, True)
     close(found[0], expected[0])

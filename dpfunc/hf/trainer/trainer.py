@@ -28,8 +28,8 @@ from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
 from dpfunc.checkpoint._chain import known_end
 from dpfunc.checkpoint._format import Checkpoint
-from dpfunc.checkpoint._not_written import writing
 from dpfunc.checkpoint.journal import Journal
+from dpfunc.checkpoint.not_written import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.distributed import all_or_none, by_writer, check_same_data, rank_and_size
