@@ -27,16 +27,15 @@ from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operatio
 from dpfunc.engines._ghost import Source
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.loss import (
-    UNDECLARED,
     computes_itself,
     entered_modes,
     forget_gone,
     open_modes,
-    overlaps,
     plain_memory,
     refuse_earlier,
-    refuse_undeclared,
 )
+from dpfunc.engines._guards.operations import UNDECLARED, refuse_undeclared
+from dpfunc.engines._guards.row_memory import WRITING, overlaps
 from dpfunc.engines._levels import (
     MOST_RAISED,
     Levels,
@@ -88,7 +87,7 @@ _WRITES = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor, torch._C._nn)
     for name in dir(owner)
-    if (name.endswith("_") and not name.startswith("_")) or (owner is Tensor and name in checks.WRITING)
+    if (name.endswith("_") and not name.startswith("_")) or (owner is Tensor and name in WRITING)
 )
 _NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__

@@ -20,7 +20,9 @@ from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operatio
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
-from dpfunc.engines._guards.loss import RowMemory, refuse_earlier, refuse_kept, refuse_undeclared
+from dpfunc.engines._guards.loss import refuse_earlier, refuse_kept
+from dpfunc.engines._guards.operations import refuse_undeclared
+from dpfunc.engines._guards.row_memory import RowMemory
 from dpfunc.engines._levels import (
     MOST_RAISED,
     SETTING_DATA,

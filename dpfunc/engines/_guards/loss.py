@@ -7,16 +7,14 @@ Tensors of rows of an earlier call may be kept, and must not be used; under leve
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
-from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -108,8 +106,8 @@ def refuse_reentrant(inputs: object, output: object) -> None:
                 "use_reentrant=False, or model.gradient_checkpointing_disable()."
             )
         visited.add(node)
-        for earlier, _ in node.next_functions:  # a generator would double the time
-            todo.append(earlier)
+        for before, _ in node.next_functions:  # a generator would double the time
+            todo.append(before)
 
 
 @contextmanager
@@ -232,44 +230,13 @@ def refuse_kept(loss_fn: object) -> None:
 
 
 # Memory of rows of calls that have ended, which is still in use. Weak references; no result depends on them.
-_earlier: dict[int, StorageWeakRef] = {}
-WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__")
-# Operations that write into tensors of a module without saying so, on devices that a test may not have.
-UNDECLARED = frozenset(
-    function
-    for name in (
-        "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
-        "batch_norm_gather_stats_with_counts", "native_batch_norm", "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-    )
-    for packet in (getattr(torch.ops.aten, name),)
-    for function in (getattr(torch, name, packet), packet, *(getattr(packet, each) for each in packet.overloads()))
-)  # fmt: skip
-
-
-_CONTROL_FLOW = ("cond", "while_loop", "scan", "map", "map_impl", "associative_scan")
-
-
-def refuse_undeclared(func: Callable[..., Any]) -> None:
-    """Refuse operations that write statistics without declaring it, and torch's control flow, which runs unseen."""
-    if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
-        raise UnsupportedModel(
-            "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
-            "Use torch.where where a condition is each row's own, and if or for in Python where it is the same for all."
-        )
-    if func in UNDECLARED:
-        name = getattr(func, "__name__", str(func))
-        raise UnsupportedModel(
-            f"The loss writes values of the batch ({name}) into tensors that were made outside of it (a buffer of a "
-            "module): records of one step would reach the gradients of the next. Use model.eval(), or replace the "
-            "layer."
-        )
+earlier: dict[int, StorageWeakRef] = {}
 
 
 def forget_gone() -> None:
     """Drop records of memory that no object uses any more."""
-    for key in [key for key, reference in _earlier.items() if reference.expired()]:
-        del _earlier[key]
+    for key in [key for key, reference in earlier.items() if reference.expired()]:
+        del earlier[key]
 
 
 def refuse_earlier(
@@ -284,7 +251,7 @@ def refuse_earlier(
         if isinstance(value, (list, tuple)):
             found = refuse_earlier(value, {}, own) or found
         elif isinstance(value, Tensor):
-            if (is_dead(value) and _is_kept(value, own)) or (_earlier and is_earlier(value)):
+            if (is_dead(value) and _is_kept(value, own)) or (earlier and is_earlier(value)):
                 raise UnsupportedModel(
                     "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
                     "this one. Compute each loss from its own row and the parameters alone."
@@ -301,7 +268,7 @@ def _is_kept(value: Tensor, own: Callable[[Tensor], bool] | None) -> bool:
 
 def is_earlier(tensor: Tensor) -> bool:
     """True for a plain tensor that was computed from a row of an earlier call."""
-    reference = _earlier.get(_memory(tensor))
+    reference = earlier.get(memory_of(tensor))
     return reference is not None and not reference.expired()
 
 
@@ -316,59 +283,10 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
     return None if own_dispatch or tensor.layout is not torch.strided else tensor
 
 
-def overlaps(tensor: Tensor) -> bool:
-    """True if several places of a tensor may share memory: windows (`unfold`), repeats (`expand`)."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Identity of the memory of a tensor; 0 where there is no single one."""
     plain = plain_memory(tensor)
     return 0 if plain is None else plain.untyped_storage()._cdata
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-@dataclass
-class RowMemory:
-    """Memory that depends on the row of the present call."""
-
-    _own: dict[int, StorageWeakRef] = field(default_factory=dict)
-
-    def note(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            plain = plain_memory(tensor)
-            if plain is not None:
-                storage = plain.untyped_storage()
-                self._own[storage._cdata] = StorageWeakRef(storage)
-
-    def depends(self, tensor: Tensor) -> bool:
-        reference = self._own.get(_memory(tensor))
-        return reference is not None and not reference.expired()
-
-    def follow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record the results of a function that got a tensor of the row, and the tensors it has written into."""
-        given = list(_tensors((args, kwargs)))
-        of_row = [self.depends(tensor) for tensor in given]
-        if not any(of_row):
-            return
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in WRITING:
-            self.note(given[:1])
-        self.note(_tensors(kwargs.get("out")))
-        views_of = {_memory(tensor) for tensor, own in zip(given, of_row, strict=True) if not own}
-        self.note(tensor for tensor in _tensors(result) if _memory(tensor) not in views_of)
-
-    def end(self) -> None:
-        """Record the memory that is still in use: a later call must not use it."""
-        forget_gone()
-        _earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})
 
 
 open_modes = torch._C._len_torch_dispatch_stack

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from dpfunc._utils.validation import shorten, warn
 from dpfunc.batches import take, tree_leaves
-from dpfunc.engines._guards.loss import RowMemory, split_aux, uncompiled
+from dpfunc.engines._guards.loss import split_aux, uncompiled
+from dpfunc.engines._guards.row_memory import RowMemory
 from dpfunc.errors import NoiseWarning, RecordsWarning
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
