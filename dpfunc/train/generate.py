@@ -20,7 +20,7 @@ from dpfunc._utils.validation import checked, count, expect, integer, positive, 
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.accounting.record import Record, SelectionRecord
-from dpfunc.checkpoint.journal import read_cost
+from dpfunc.checkpoint.costs import read_cost
 from dpfunc.distributed import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
