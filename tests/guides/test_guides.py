@@ -25,6 +25,8 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from workers import run as on_processes
 
 import dpfunc
+from benchmarks import adapters
+from benchmarks.results import rows_of
 from dpfunc import sampling
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.journal import journal_ledger
@@ -179,9 +181,7 @@ def test_peft(here, capsys):
     assert saved == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     assert float(names["plan"].epsilon) == 8.0
     assert len(names["ffa"]) == len(names["params"]) / 2
-    for row in json.loads((ROOT / "benchmarks" / "results" / "adapters.json").read_text())["rows"]:
-        accuracies = " ".join(f"{run['accuracy']:.3f}"[1:] for run in row["runs"])
-        assert f" | {row['runs'][0]['trained']:,} | {accuracies} |" in text_of("guides/peft.md")
+    assert adapters.tables(rows_of(adapters.RESULT))["adapters"] in text_of("guides/peft.md")
     assert "causal_lm" in capsys.readouterr().out
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(here / "encoder")
