@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from benchmarks import freed_memory, loader, overhead, pictures, small_steps
-from benchmarks.engines.contestants import JAX_PRIVACY, OPACUS, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
+from benchmarks.engines.contestants import JAX_PRIVACY, OPACUS, OPAKE, WHOLE_DPFUNC, WHOLE_JAX, WHOLE_PLAIN
 from benchmarks.launches.__main__ import OURS
 from benchmarks.launches.cases import CASES as LAUNCHES
 from benchmarks.results import DOCS, FOLDER, fill, markdown, printed, read
@@ -135,6 +135,9 @@ JAX_HEADS = (
     "memory, MiB: plain PyTorch", "default engine", "plain JAX", "JAX Privacy, vmap", "fastest microbatch",
     "whole step / whole plain step: dpfunc", "JAX Privacy",
 )  # fmt: skip
+OPAKE_HEADS = (
+    "case", "plain step, CPU ms", "CPU time: dpfunc", "dpfunc, vmap", "opake", "memory: dpfunc", "dpfunc, vmap", "opake"
+)  # fmt: skip
 BEFORE_HEADS = ("case", "plain step, ms", "CPU time: before", "now", "now / before", "memory: before", "now")
 
 
@@ -202,6 +205,17 @@ def jax_section(cases: dict[str, Any]) -> str:
     return f"JAX Privacy: {', '.join(sorted(reasons))}."
 
 
+def opake_rows(cases: dict[str, Any]) -> list[list[str]]:
+    """CPU time and memory of dpfunc's default engine, of plain `vmap` and of opake over those of the plain step."""
+    found = []
+    for case in cases.values():
+        plain, *others = (case["contestants"][who] for who in ("plain", "auto", "vmap", OPAKE))
+        milliseconds = f"{1e3 * plain['cpu']['median_seconds']:.0f}"
+        ratios = [number(other, kind) for kind in ("cpu", "memory") for other in others]
+        found.append([case["title"], milliseconds, *ratios])
+    return found
+
+
 def before_rows(cases: dict[str, Any]) -> list[list[str]]:
     """Ratios to the plain step of the default engine, in another checkout and in this one, from one run."""
     found = []
@@ -219,6 +233,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
         "before": markdown(BEFORE_HEADS, before_rows(cases_of(found, "engines_before"))),
         "jax": jax_section(engines),
+        "opake": markdown(OPAKE_HEADS, opake_rows(cases_of(found, "engines_opake"))),
         "targets": section(found),
     }
     for place, question in {"overhead": overhead, "freed memory": freed_memory, "loaders": loader}.items():
