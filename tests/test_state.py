@@ -44,6 +44,19 @@ def test_other_values_with_the_same_noise_are_refused(tmp_path):
     assert (repeated.step, repeated.charged, repeated.released) == (4, 4, ())
 
 
+def test_other_values_are_refused_in_the_process_that_released_the_first_ones():
+    """Also without a journal, by a state that says nothing of them."""
+    batch, values = take(DATA, torch.arange(50)), params()
+    dp_step = make_dp_step(linear_loss, PLAN, verify_batch=False)
+    state = dp_step.init(values, secure_key())
+    first = dp_step(values, batch, state).grads
+    again = state_module.resumed(state)
+    other = make_dp_step(lambda params, batch: -linear_loss(params, batch), PLAN, verify_batch=False)
+    with pytest.raises(StateReused, match="Step 0 of this run was released before, and with other values"):
+        other(values, batch, again)
+    assert all(map(torch.equal, dp_step(values, batch, again).grads.values(), first.values()))
+
+
 def test_a_key_begins_one_run(tmp_path):
     """Also when another process forgets that it did."""
     run = Run(tmp_path)
