@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reference import loop_clipped_sum
 
 from dpfunc import clipping
+from dpfunc.batches import check_finite
 from dpfunc.clipped import clipped_grad
 from dpfunc.clipping.rules import SLACK, group_bounds, partition
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
@@ -225,3 +226,17 @@ def test_aux_of_other_shapes_is_refused(name):
 
     with pytest.raises(InvalidArgument, match="the same names, shapes and dtypes for all samples"):
         clipped_grad(loss, params(), as_batch(random_rows(0, 8)), clipping.Flat(1.0), engine=engine_of(name))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 2e38])
+def test_parameters_that_are_not_finite_are_refused(bad):
+    """A norm that overflows is no reason: each number of the parameter is finite."""
+    values = params()
+    name = next(iter(values))
+    values[name] = torch.full_like(values[name], bad)
+    if math.isfinite(bad):
+        assert math.isinf(values[name].norm())
+        check_finite(values)
+    else:
+        with pytest.raises(InvalidArgument, match=f"^Expected finite parameters, got NaN or inf in {name}"):
+            clipped_grad(linear_loss, values, as_batch(random_rows(0, 2)), clipping.Flat(clip_norm=1.0))

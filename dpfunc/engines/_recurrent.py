@@ -8,7 +8,6 @@ Axis letters: T steps, B samples, d features, H state, P output (H, or narrower)
 directions.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +19,9 @@ from torch.nn import functional as F
 from dpfunc.engines._book_keeping import credit_use
 from dpfunc.engines._levels import Node, OutsideTransforms, Pass, apply_node, inside, of_rows
 from dpfunc.engines._native import ANCHOR, Kernel, Native, Results
-from dpfunc.engines._numerics import Costs, exact, matrix
-from dpfunc.engines._per_sample import Outer, PerSampleGrad
+from dpfunc.engines._numerics import exact
 from dpfunc.engines._reads import Handler, read
 from dpfunc.engines._rules import RULES
-from dpfunc.engines._rules.table import REQUIRED, Grads, ParameterUse, Rule, column_sum
 
 
 class Weights(NamedTuple):
@@ -178,34 +175,9 @@ KINDS: Mapping[Callable[..., Any], Kind] = {
 }
 
 
-def _of_gates(use: ParameterUse, grad: Tensor, input: Tensor, state: Tensor, **_: Any) -> Grads:
-    """`y = x W^T + b + h U^T + c`."""
-    grads: dict[str, PerSampleGrad] = {}
-    g_BTG = use.positions(grad)
-    for name, side in (("w_ih", input), ("w_hh", state)):
-        if name in use.wanted:
-            grads[name] = Outer(g_BTG, use.positions(side), tuple(use.shapes[name]))
-    biases = [name for name in ("b_ih", "b_hh") if name in use.wanted]
-    return {**grads, **dict.fromkeys(biases, column_sum(use, grad))} if biases else grads
-
-
-def _costs(use: ParameterUse) -> Costs:
-    """Costs of both matrices as one: their inputs are joined."""
-    shapes = use.shapes.values()
-    positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
-    return matrix(positions, use.output[-1], max(1, sum(math.prod(shape[1:]) for shape in shapes if len(shape) == 2)))
-
-
-_GATES = Rule(
-    (),
-    {"input": REQUIRED, "state": REQUIRED, "w_ih": REQUIRED, "w_hh": REQUIRED, "b_ih": None, "b_hh": None},
-    _of_gates,
-    {"w_ih": ("input",), "w_hh": ("state",), "b_ih": (), "b_hh": ()},
-    _costs,
-)
 _LINEAR = RULES[F.linear]
-Credit = Callable[[str, Rule, Sequence[Any], Tensor], None]
-"""Function of an operation's name, its rule, its arguments, and the gradient of its result (T, B, ...)."""
+Credit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+"""Function of the input, weight and bias of a product `x W^T + b`, and the gradient of its result (T, B, ...)."""
 
 
 class _Direction(Node):
@@ -240,14 +212,10 @@ class _Direction(Node):
         with torch._C.DisableTorchFunction(), torch.autocast(x_TBd.device.type, enabled=False):
             own = _like(weights, grads[0].dtype)
             found = kind.back(walked, own, *grads)
-            before_TBP, biases = walked[0][:-1], (weights.inputs_bias, weights.state_bias)
-            if kind.adds:
-                credit("gates", _GATES, (x_TBd, before_TBP, weights.inputs, weights.state, *biases), found.inputs_TBG)
-            else:
-                credit("linear", _LINEAR, (x_TBd, weights.inputs, biases[0]), found.inputs_TBG)
-                credit("linear", _LINEAR, (before_TBP, weights.state, biases[1]), found.states_TBG)
+            credit(x_TBd, weights.inputs, weights.inputs_bias, found.inputs_TBG)
+            credit(walked[0][:-1], weights.state, weights.state_bias, found.states_TBG)
             if weights.proj is not None:
-                credit("linear", _LINEAR, (inner_TBH, weights.proj), found.outputs_TBP)
+                credit(inner_TBH, weights.proj, None, found.outputs_TBP)
             x_grad = (found.inputs_TBG @ own.inputs).to(x_TBd.dtype) if ctx.needs_input_grad[5] else None
         return None, None, None, None, None, x_grad, *found.firsts
 
@@ -339,13 +307,14 @@ def layer_by_layer(func: Callable[..., Any], bound: Mapping[str, Any]) -> tuple[
 def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
     """Gives the gradients of plain parameters, whose names are known by their id, to their rules."""
 
-    def credit(op: str, rule: Rule, args: Sequence[Any], grad: Tensor) -> None:
-        bound = dict(zip(rule.arguments, args, strict=False))
-        wanted = {name: (names[id(value)], value) for name, value in bound.items() if id(value) in names}
+    def credit(x_TBd: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> None:
+        bound = {"input": x_TBd, "weight": weight, "bias": bias}
+        trained = {name: value for name, value in bound.items() if value is not None and id(value) in names}
+        wanted = {name: (names[id(value)], value) for name, value in trained.items()}
         if wanted:
-            use = rule.use(op, owner.levels.rows, wanted, bound, grad.shape, axis=1)
+            use = _LINEAR.use("linear", owner.levels.rows, wanted, bound, grad.shape, axis=1)
             with exact(grad.device):
-                credit_use(owner, use, grad, {n: bound[n].detach() for name in wanted for n in rule.needs[name]})
+                credit_use(owner, use, grad, {"input": x_TBd.detach()})
 
     return credit
 

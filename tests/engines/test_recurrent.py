@@ -216,7 +216,7 @@ def test_gates_that_are_closed():
 def test_matrices_go_to_their_rule(packed, options):
     forward, params = functionalize(made(nn.LSTM, {"batch_first": True, **options}, packed=packed).train())
     uses = engines.explain(loss_of(forward), params, batch_of(3)).uses
-    assert {use.op for use in uses if use.parameter.startswith("layer.")} == {"gates"}
+    assert {use.op for use in uses if use.parameter.startswith("layer.")} == {"linear"}
 
 
 @fast
