@@ -7,7 +7,7 @@ The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -141,15 +141,19 @@ class ClippedGrad:
     def __call__(
         self, params: Params, batch: Batch, *,
         mask_B: Tensor | None = None, key: Key | None = None, checked: bool = False, clip: StepClip | None = None,
+        places: Sequence[int] | None = None,
     ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
-        """The clipped sum over the batch, and its losses and norms; with `checked`, params were looked at before."""
+        """The clipped sum over the batch, and its losses and norms.
+
+        With `checked`, params were looked at before. Rows draw the random numbers of `places`; None: of their own.
+        """
         clip = self.at(0, None) if clip is None else clip
         if not checked:
             check_params(params)
             refuse_narrow_range(params)
         try:
             with _TURN:
-                return self._compute(params, batch, mask_B, key, clip)
+                return self._compute(params, batch, mask_B, key, clip, places)
         except (RuntimeError, MemoryError) as error:
             asked, together = out_of_memory(error), self.microbatch_size or batch_size(batch)
             if not asked:
@@ -162,8 +166,9 @@ class ClippedGrad:
             ) from error
 
     def _compute(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, clip: StepClip
-    ) -> tuple[ClippedSum, Unreleased]:
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, clip: StepClip,
+        places: Sequence[int] | None,
+    ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
         if self.ranks is None and any(map(is_dtensor, params.values())):
             raise InvalidArgument(
                 "Expected whole parameters, got DTensors: the norm of a part is not the norm of a gradient. Use "
@@ -177,7 +182,7 @@ class ClippedGrad:
         parts = replace(parts, bounds=tuple(bounds[group] for group in parts.group_names))
         if num_samples:
             found = self._microbatches.sums(
-                params, batch, real_B, key, partial(self._clip_and_sum, clip.rule, parts, params)
+                params, batch, real_B, key, partial(self._clip_and_sum, clip.rule, parts, params), places
             )
         else:
             none = torch.zeros(0, len(parts.bounds), device=device)

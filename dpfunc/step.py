@@ -3,7 +3,7 @@
 May import: calls, recipes, state and below. Trusted: yes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,10 +196,18 @@ class DPStep:
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
         if self.ranks is None:
             with process_context("independent"), ranges_told(rows.batch):
-                return self.clipped_grad(params, rows.batch, mask_B=rows.mask_B, key=key, checked=True, clip=clip)
+                return self.clipped_grad(
+                    params, rows.batch, mask_B=rows.mask_B, key=key, checked=True, clip=clip, places=self._places(rows)
+                )
         with gathered(params, self.ranks) as whole, ranges_told(rows.batch):
             batch, mask_B = padded(rows, self.ranks)
-            return self.clipped_grad(whole, batch, mask_B=mask_B, key=key, checked=True, clip=clip)
+            return self.clipped_grad(
+                whole, batch, mask_B=mask_B, key=key, checked=True, clip=clip, places=self._places(rows)
+            )
+
+    def _places(self, rows: Rows) -> Sequence[int] | None:
+        """Positions whose random numbers the rows draw, where they are not their own: of a step that is replayed."""
+        return None
 
     def _add_noise(
         self, clipped: ClippedSum, params: Params, state: StepState, clip: StepClip

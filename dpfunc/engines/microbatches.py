@@ -7,9 +7,8 @@ Clip rules and engines do not know each other.
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -118,26 +117,6 @@ class LateMark:
         return clip_and_sum(found, mask_B) if self.early and not early else sums
 
 
-# Places of the rows of a batch, where a step that is replayed gives them: `rows_at`. The step is called as by a user.
-_places: ContextVar[Sequence[int]] = ContextVar("dpfunc_places", default=range(2**62))
-
-
-@contextmanager
-def rows_at(positions: Sequence[int]) -> Iterator[None]:
-    """Context in which the rows of a batch draw the numbers of these positions; rows of padding come after them."""
-    token = _places.set([*positions, *range(2**40, 2**40 + len(positions))])
-    try:
-        yield
-    finally:
-        _places.reset(token)
-
-
-def _positions(start: int, count: int) -> Sequence[int]:
-    """Positions in the batch of the rows of a microbatch; each has one, however many there are."""
-    places = _places.get()[start : start + count]
-    return places if len(places) == count else [*places, *range(2**41, 2**41 + count - len(places))]
-
-
 @dataclass(frozen=True)
 class Microbatches:
     """A loss with an engine, and the number of rows at once, for many batches. What it keeps changes no result."""
@@ -155,9 +134,13 @@ class Microbatches:
         return self.engine if isinstance(self.engine, RowEngine) else None
 
     def sums(
-        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, clip_and_sum: ClipAndSum
-    ) -> MicrobatchSums:
-        """The clipped sums of all microbatches together, and what else they give."""
+        self, params: Params, batch: Batch, mask_B: Tensor | None, key: Key | None, clip_and_sum: ClipAndSum,
+        places: Sequence[int] | None,
+    ) -> MicrobatchSums:  # fmt: skip
+        """The clipped sums of all microbatches together, and what else they give.
+
+        Rows draw the random numbers of `places`, and rows of padding those of others; None: of their own positions.
+        """
         refuse_modes()
         num_samples = batch_size(batch)
         self.prepare(params, batch)
@@ -166,6 +149,8 @@ class Microbatches:
             mask_B = torch.ones(num_samples, dtype=torch.bool, device=next(iter(params.values())).device)
         several = size < num_samples and not in_lockstep()
         state = python_state(self.loss_fn) if several else ()
+        most = num_samples + size  # with rows of padding
+        positions = range(most) if places is None else [*places, *range(2**40, 2**40 + most)]
         generator = torch.default_generator.get_state()
         sums: dict[str, Tensor] = {}
         found: list[MicrobatchSums] = []
@@ -174,7 +159,8 @@ class Microbatches:
             own_key = fold_in(key, "microbatch", number) if key else None
             seed = fold_in(key, "microbatch", 0) if key and self._row_engine else own_key
             with torch_seed(seed) if seed else nullcontext(), uncompiled(), unfollowed_code_is_an_error():
-                own = self._microbatch(params, chunk, chunk_mask_B, start, own_key, clip_and_sum)
+                given = positions[start : start + batch_size(chunk)]
+                own = self._microbatch(params, chunk, chunk_mask_B, given, own_key, clip_and_sum)
             # their number follows from the number of rows: what changes nothing in the first ones never does, unless
             # it reads numbers, of which the engine takes care
             if several and (number < 2 or start + size >= num_samples):
@@ -208,13 +194,13 @@ class Microbatches:
         params: Params,
         microbatch: Batch,
         mask_B: Tensor | None,
-        start: int,
+        positions: Sequence[int],
         key: Key | None,
         clip_and_sum: ClipAndSum,
     ) -> MicrobatchSums:
         """The clipped sums of a microbatch, some of whose rows are audited."""
         generator = torch.default_generator.get_state()
-        positions, found, by_row = self._gradients(params, microbatch, _positions(start, batch_size(microbatch)))
+        positions, found, by_row = self._gradients(params, microbatch, positions)
         with exact(next(iter(params.values())).device):  # processes in lockstep must take the same way
             if isinstance(found, PerSample) and not in_lockstep():
                 sums = self.late_mark(found, mask_B, clip_and_sum)

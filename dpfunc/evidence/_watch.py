@@ -7,8 +7,7 @@ import functools
 import hashlib
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpfunc._utils.processes import checksum
 from dpfunc.batches import tree_map
-from dpfunc.engines.microbatches import rows_at
+from dpfunc.distributed._agreement import Rows
 from dpfunc.noise import Mechanism, Noise, Run, Turn
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint
@@ -137,21 +136,19 @@ class WatchedStep(DPStep):
         self.tape.draws.append(drawn)
         real = batch if mask_B is None else tree_map(lambda leaf: leaf[mask_B.to(leaf.device)], batch)
         self.tape.rows.append(_digests_of_rows(real))
-        alone = mask_B is None and len(self.tape.rows[-1]) == len(drawn)
-        with _as_before(self.tape, drawn) if alone else nullcontext():
-            return super().__call__(params, batch, state, mask_B=mask_B)
+        return super().__call__(params, batch, state, mask_B=mask_B)
 
+    def _places(self, rows: Rows) -> Sequence[int] | None:
+        """Places at which each record draws its dropout as in the first run, although that in the batch differs.
 
-def _as_before(tape: Tape, drawn: Tensor) -> AbstractContextManager[None]:
-    """Context in which each record draws its dropout as in the first run, although its place in the batch differs.
-
-    A place says nothing of records: masks by place have the same law. But two sums are compared for the same masks.
-    """
-    step = len(tape.draws) - 1
-    if tape.forced is None or step >= len(tape.forced.draws):
-        return nullcontext()
-    place_of = {record: place for place, record in enumerate(tape.forced.draws[step].tolist())}
-    return rows_at([place_of.get(record, len(place_of) + record) for record in drawn.tolist()])
+        A place says nothing of records: masks by place have the same law. But two sums are compared for the same masks.
+        """
+        tape, step, drawn = self.tape, len(self.tape.draws) - 1, self.tape.draws[-1]
+        alone = rows.mask_B is None and len(tape.rows[-1]) == len(drawn)
+        if not alone or tape.forced is None or step >= len(tape.forced.draws):
+            return None
+        place_of = {record: place for place, record in enumerate(tape.forced.draws[step].tolist())}
+        return [place_of.get(record, len(place_of) + record) for record in drawn.tolist()]
 
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:

@@ -15,6 +15,7 @@ import logging
 import pickle
 import random
 import re
+import secrets
 import sys
 import warnings
 import weakref
@@ -100,7 +101,6 @@ _UNREADABLE = (
     TypeError, AttributeError, ValueError, LookupError, RuntimeError, ReferenceError, BufferError, OSError,
     pickle.PickleError,
 )  # fmt: skip
-_never_equal = itertools.count()
 
 
 def python_state(loss_fn: object) -> tuple[object, ...]:
@@ -332,7 +332,7 @@ def _copied(value: Any) -> Iterable[Any]:
         with warnings.catch_warnings(action="ignore"):
             found = value.__reduce_ex__(2)
     except _UNREADABLE:
-        return (next(_never_equal),) if isinstance(value, Iterator) and not hasattr(value, "__dict__") else ()
+        return (secrets.token_hex(),) if isinstance(value, Iterator) and not hasattr(value, "__dict__") else ()
     return found if isinstance(found, tuple) else (found,)
 
 
