@@ -236,7 +236,8 @@ def seed_of(count, first):
 
 
 def without_values(text):
-    """A report without the numbers in which two searches may differ."""
+    """A report without the numbers in which two searches may differ, and without the bar that loads their model."""
+    text = re.sub(r"Loading weights:[^\r\n]*[\r\n]*", "", text)  # it shows as many steps as the machine has time for
     text = re.sub(r"insecure-seed \d+|--output_dir \S+|other\d", "", text)
     text = re.sub(r"Best: .*", "", text)
     return re.sub(r"\d+:\d+:\d+|\d+\.\d+it/s|[\d:]+<[\d:?]+|[█▏▎▍▌▋▊▉]+", "", text)
