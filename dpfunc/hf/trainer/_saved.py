@@ -80,8 +80,9 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
             for name, value in written.items():
                 params[name].copy_(value)
     got = failure or f"others for {shorten(lost)}"
+    gone = _not_in(folder, trainer.model, {name: written[name] for name in lost})
     configs = getattr(trainer.model, "peft_config", {}).values()
-    if (lost or broken) and not any(config.is_prompt_learning for config in configs):
+    if (gone or broken) and not any(config.is_prompt_learning for config in configs):
         raise CheckpointError(
             f"Expected saved weights that hold all that is trained or was newly drawn, got {got}: they would be lost. "
             f"Of PEFT name their modules in modules_to_save. {_NOTHING}"
@@ -98,6 +99,26 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
             "changed, or a user must: they would be drawn anew."
         )
     return None
+
+
+def _not_in(folder: Path, model: Any, values: Params) -> list[str]:
+    """Those of the values that `from_pretrained` does not give back either.
+
+    It alone undoes the other names that files of some models have (LLaVA), for which a Trainer's own reading finds no
+    place: tests/train/test_chats.py::test_pictures_in_chats_with_and_without.
+    """
+    if not values or not isinstance(model, PreTrainedModel):
+        return [*values]
+    try:
+        with silent():
+            read = dict(type(model).from_pretrained(folder, local_files_only=True, dtype="auto").named_parameters())
+    except FAILURES:
+        return [*values]
+    return [
+        name
+        for name, value in values.items()
+        if name not in read or not torch.equal(read[name].to(value.dtype), value.cpu())
+    ]
 
 
 def _loaded(model: Any, path: str) -> dict[str, set[str]]:
