@@ -1,14 +1,16 @@
-"""Rule for using noise again when a run continues: a table of situations, decisions and reasons.
+"""Whether a resumed run keeps its key, takes a new one and pays again, or is refused: a table of situations.
 
 May import: its folder, step and below. Trusted: yes.
 
-A key belongs to a run. Its steps may be repeated only in the layout in which they were released: in another one the
-sums round differently, and two releases would share their noise. A file of notes says in which layout each stretch of
-steps was computed, and which runs continue others.
+A key belongs to a run. Its steps may be repeated only in the layout (what decides how sums round: processes, sharding,
+device, threads, version of torch) in which they were released: in another one two releases would share their noise, on
+sums that differ. A file of notes says in which layout each stretch of steps was computed, and which run continues
+which. The checkpoint was saved at `step`; the steps from there to `charged` were released later, and the journal has
+them.
 
-| journal | layout | steps after the checkpoint | the run goes on |
+| journal | layout | steps in the journal beyond the checkpoint | the run goes on |
 |---|---|---|---|
-| given | as it was | any | with its key, and repeats them bit for bit, at no cost |
+| given | as it was | any | with its key, and repeats them bit for bit, at no cost; `recharge` has no effect |
 | given | another | none | with its key |
 | given | another | some | not; with `recharge` with a new key, and pays for them again |
 | none | any | unknown | with a new key; not where one went on from there before, unless `later_runs="ignore"` |
@@ -74,7 +76,7 @@ class Note:
     run: str  # fingerprint of the key of the steps that follow
     start: int  # the first of them
     layout: Mapping[str, Any]  # in which they are computed
-    counted: Mapping[str, int]  # other runs of the same lineage -> their steps below this are in the ledger of this one
+    counted: Mapping[str, int]  # other run of the lineage -> its first step that the ledger of this one lacks
     parent: str | None = None  # the run that this one continues with new noise; None when the run itself goes on
 
 
@@ -122,7 +124,7 @@ class History:
 
     @property
     def counted(self) -> Mapping[str, int]:
-        """Steps of related runs that the checkpoint's ledger contains: run -> number of its first step not counted."""
+        """Other runs of the lineage -> the first of their steps that the checkpoint's ledger lacks."""
         return next((note.counted for note in reversed(self.notes[: self.values["notes"]]) if note.run == self.run), {})
 
     def layout_of(self, step: int) -> Mapping[str, Any]:
@@ -130,7 +132,7 @@ class History:
         return dict([self.values["layout"], *(note.layout for note in self.own_notes if note.start <= step)][-1])
 
 
-def family(run: str, notes: Sequence[Note]) -> set[str]:
+def lineage_of(run: str, notes: Sequence[Note]) -> set[str]:
     """Fingerprints of a run and of all runs of its lineage."""
     found, size = {run}, 0
     while size < len(found):
@@ -142,23 +144,24 @@ def family(run: str, notes: Sequence[Note]) -> set[str]:
 
 
 def resume(
-    history: History, plan: Plan, layout: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
+    history: History, plan: Plan, now: Mapping[str, Any], new_key: Key, *, recharge: bool, later_runs: LaterRuns
 ) -> tuple[StepState, Note | None]:
-    """The state that may go on, and the note that must be on disk before it does; or why it may not."""
+    """The state that may go on in the layout of `now`, and the note that must be on disk before; or why it may not."""
     _refuse_lost(history)
     state = state_from_dict(history.values, plan, history.steps)
     if one_of("later_runs", later_runs, ("refuse", "ignore")) == "refuse":
-        _refuse_strangers(history, state, plan)
-    state, counted = _with_relatives(state, history, plan)
+        _refuse_others(history, state, plan)
+    state, counted = _with_lineage(state, history, plan)
     if history.taken is not None:
-        other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != layout]
+        other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != now]
         if not other:
-            same = history.layout_of(state.charged) == layout and counted == history.counted
-            return state, None if same else Note(history.run, state.step, layout, counted)
+            # the steps can be repeated; a note is due where those that follow are in another layout, or more is counted
+            same = history.layout_of(state.charged) == now and counted == history.counted
+            return state, None if same else Note(history.run, state.step, now, counted)
         if not recharge:
-            lines = sorted(difference(other[0], layout), key=lambda line: line.startswith(_DIGESTS))
+            lines = sorted(difference(other[0], now), key=lambda line: line.startswith(_DIGESTS))
             raise CheckpointError(
-                "The run cannot be repeated bit for bit, because it is laid out differently "
+                "The run cannot be repeated bit for bit, because its processes, machines or versions are others "
                 f"({shorten(lines) or 'it was, for a while'}), and the same noise on sums that round differently would "
                 f"give the difference away. Steps {state.step} to {state.charged - 1} were released after the "
                 "checkpoint, and are in the journal. Resume as they were computed; or draw them anew, with new noise, "
@@ -166,7 +169,7 @@ def resume(
             )
     elif later_runs == "refuse":
         _refuse_continued(history)
-    note = Note(fingerprint(new_key), state.step, layout, {**counted, history.run: state.charged}, history.run)
+    note = Note(fingerprint(new_key), state.step, now, {**counted, history.run: state.charged}, history.run)
     return _with_new_key(history, state, plan, new_key), note
 
 
@@ -204,18 +207,18 @@ def _refuse_lost(history: History) -> None:
     raise CheckpointError(f"Expected the journal to have step {last} of this run, which the checkpoint has. {advice}.")
 
 
-def _refuse_strangers(history: History, state: StepState, plan: Plan) -> None:
+def _refuse_others(history: History, state: StepState, plan: Plan) -> None:
     """Refuse runs that began after this one in its journal and are not of its lineage. Earlier runs are allowed."""
-    taken, lineage = history.taken or {}, family(history.run, history.notes)
+    taken, lineage = history.taken or {}, lineage_of(history.run, history.notes)
     runs = list(taken)
     began = next((number for number, run in enumerate(runs) if run in lineage), len(runs))
-    strangers = [run for run in runs[began:] if run not in lineage]
+    outside = [run for run in runs[began:] if run not in lineage]
     if runs and began == len(runs):  # saved before its first step there: its ledger has theirs beside its own
         own = Taken(plan.adjacency, step_events(plan, state, 0, state.charged), "")
-        strangers = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
-    if strangers:
+        outside = runs if state.ledger.lacks(whole_ledger([*taken.values(), {0: own}])) else []
+    if outside:
         raise CheckpointError(
-            f"The journal has another run that began after this one ({shorten(strangers)}), and resumed.jsonl does not "
+            f"The journal has another run that began after this one ({shorten(outside)}), and resumed.jsonl does not "
             "say that it continues it. If notes were lost, restore them. If it is a run of its own, what it cost is "
             "not in this ledger: give each run a journal and a folder of its own, or pass "
             'later_runs="ignore" and count both.'
@@ -234,10 +237,10 @@ def _refuse_continued(history: History) -> None:
         )
 
 
-def _with_relatives(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
-    """Add to the ledger the steps of related runs (that continued this one, or that it continues) not yet counted."""
+def _with_lineage(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
+    """Add to the ledger the steps of the other runs of the lineage that it lacks."""
     counted, extra = dict(history.counted), list[Event]()
-    for run in sorted(family(history.run, history.notes) - {history.run}):
+    for run in sorted(lineage_of(history.run, history.notes) - {history.run}):
         steps = (history.taken or {}).get(run, {})
         extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]
         counted[run] = max([counted.get(run, 0), *(step + 1 for step in steps)])

@@ -24,9 +24,9 @@ from dpfunc._utils.locks import in_use
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wrong_type
 from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint import _format as run
+from dpfunc.checkpoint import _format as form
 from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain
-from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, family, known_notes, layout, resume
+from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, known_notes, layout, lineage_of, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empty, encode, read_table, read_tensors, room, write_tensors
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
 from dpfunc.checkpoint.not_written import writing
@@ -122,8 +122,8 @@ def save(
         noise = encode("noise_state", state.noise_state, tensors)
         tensors.update({PARAMS + name: p.detach() for name, p in params.items()})
         _check_unsharded(tensors, ranks)
-        values = run.state_to_dict(state, run.data_fingerprint(data, state.key), extra)
-        return {folder.PLAN: run.plan_to_dict(plan), folder.STATE: {**values, "optimizer": encoded, "noise": noise}}
+        values = form.state_to_dict(state, form.data_fingerprint(data, state.key), extra)
+        return {folder.PLAN: form.plan_to_dict(plan), folder.STATE: {**values, "optimizer": encoded, "noise": noise}}
 
     files = all_or_none(prepare, ranks, _FAILED)
     texts = {name: json.dumps(values) for name, values in files.items()}
@@ -159,7 +159,7 @@ def _notes(parent: Path) -> list[Note]:
 def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
     """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
     own = fingerprint(state.key)
-    folder.check_own(parent, family(own, _notes(parent)) if folder.complete_checkpoints(parent) else {own})
+    folder.check_own(parent, lineage_of(own, _notes(parent)) if folder.complete_checkpoints(parent) else {own})
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
@@ -216,7 +216,7 @@ def load(
     recharge: bool = False,
     without_journal: Literal["refuse", "new_key"] = "refuse",
     later_runs: LaterRuns = "refuse",
-) -> run.Checkpoint:
+) -> form.Checkpoint:
     """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
     In the layout in which it was saved the steps after the checkpoint are repeated bit for bit, on the same data, at no
@@ -279,16 +279,16 @@ def load(
         _check_unsharded(params, ranks)
         number, count = rank_and_size(ranks)  # each file is verified by one process
         folder.verify(path, dict(sorted(folder.read_manifest(path).items())[number::count]))
-        if values.get("schema") != run.SCHEMA:
+        if values.get("schema") != form.SCHEMA:
             raise CheckpointError(
-                f"Expected schema {run.SCHEMA} in {path / folder.STATE}, got {values.get('schema')!r}."
+                f"Expected schema {form.SCHEMA} in {path / folder.STATE}, got {values.get('schema')!r}."
             )
-        run.refuse("plan", path, run.plan_difference(plan, folder.read_json(path / folder.PLAN)))
-        same = values["data"] == run.data_fingerprint(data, run.key_of(values))
-        run.refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
+        form.refuse("plan", path, form.plan_difference(plan, folder.read_json(path / folder.PLAN)))
+        same = values["data"] == form.data_fingerprint(data, form.key_of(values))
+        form.refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
         table = read_table(path)
-        saved = {n.removeprefix(PARAMS): run.describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
-        run.refuse("parameter set", path, run.difference(saved, {n: run.describe(p) for n, p in params.items()}))
+        saved = {n.removeprefix(PARAMS): form.describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
+        form.refuse("parameter set", path, form.difference(saved, {n: form.describe(p) for n, p in params.items()}))
         return {
             **{PARAMS + n: empty(p, p) for n, p in params.items()},
             **room("optimizer_state", values["optimizer"], table, params, optimizer_state),
@@ -308,7 +308,7 @@ def load(
         history = History(values, known_notes(parent / NOTES, values["notes"]), taken)
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         return {
-            "state": run.state_to_dict(state),
+            "state": form.state_to_dict(state),
             "note": None if note is None else json.dumps(asdict(note)),
             "lines": lines,
         }
@@ -319,10 +319,10 @@ def load(
     if decided["note"] is not None:
         by_writer(partial(append_line, parent / NOTES, decided["note"]), ranks, _NOT_LOADED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
-    state = resumed(run.state_from_dict(decided["state"], plan, {}))._replace(
+    state = resumed(form.state_from_dict(decided["state"], plan, {}))._replace(
         noise_state=noise, journal="" if file is None else str(file.absolute()), journal_lines=decided["lines"]
     )
-    return run.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
+    return form.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
 
 
 def _refuse_copy(place: str | None, end: Head, file: Path) -> None:

@@ -1,11 +1,13 @@
-"""Standard normal noise from stateless keys, drawn tile by tile: by threads with the ziggurat, or where a leaf lies.
+"""Standard normal noise from stateless keys, drawn tile by tile: on CPU threads (`secure`) or on a device (`device`).
 
 May import: its folder, batches, rng and below. Trusted: yes.
 
-A leaf is treated as a matrix (shape[0], everything else) and divided into tiles of at most 2**16 numbers, 256 columns
-wide where it has as many. Tile i comes from the key folded with the leaf's name and i, so it depends on nothing else:
-not on the other leaves, the microbatches, the number of threads or processes, and an owner of some rows or columns
-draws only the tiles that they touch.
+`secure` takes words of AES from the CPU and makes them normal by the ziggurat; `device` takes words of ChaCha20, as
+hard to guess, where the parameter lies, and other numbers (`_chacha.py`). A parameter is treated as a matrix (shape[0],
+everything else) and divided into tiles: of at most 2**16 numbers in `secure`, 256 columns wide where it has as many.
+Tile i comes from the key folded with the parameter's name and i, so it depends on nothing else: not on the other
+parameters, the microbatches, the number of threads or processes, and a process that holds some rows or columns draws
+only the tiles that they touch.
 
 The ziggurat is that of numpy's `Generator.standard_normal`, for a whole tile of 64-bit words at a time. Marsaglia &
 Tsang 2000, The ziggurat method for generating random variables: the area under exp(-x^2 / 2), x > 0, is
@@ -40,7 +42,7 @@ from dpfunc.rng import Key, Words, fold_in
 
 TILE = 2**16
 TILE_COLS = 2**8
-_MAX_THREADS = 2  # more wait for each other: 16 took up to 2.6 times as long as one, on 16 cores
+_MAX_THREADS = 2  # more wait for the interpreter: 16 took up to 2.6 times as long as one, on 16 cores
 _TOGETHER = 2**15  # numbers of small tiles that are made together
 # Tiles of a device, and numbers that are made there together: so many that a launch is worth it, in a cache of a GPU.
 _DEVICE_TILE, _DEVICE_TILE_COLS = 2**22, 2**11
@@ -50,7 +52,7 @@ SOURCES: tuple[Source, ...] = ("secure", "device")
 
 
 class Part(NamedTuple):
-    """Rows of a parameter held by this process."""
+    """A window of a parameter, with its dtype and device, of which the noise is drawn."""
 
     window: Window
     dtype: torch.dtype
@@ -72,22 +74,22 @@ def room_for(size: int) -> Room:
 
 
 def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None = None) -> npt.NDArray[np.float64]:
-    """The first `size` numbers of one tile of a leaf: float64 standard normals, tails as far as float64 goes.
+    """The first `size` numbers of one tile of a parameter: float64 standard normals, tails as far as float64 goes.
 
     They stay in the memory of the room until it is used again.
 
     Guarantees:
         tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
-        tiles, leaves and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
+        tiles, parameters and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
     """
     memory, words = room or room_for(size)
     return normals(words.opened(fold_in(key, "normal", name, number)), size, memory)
 
 
 class Tile(NamedTuple):
-    """A tile, and the wanted rows and columns from its corner (`inside`) and from that of the wanted part (`there`)."""
+    """A tile, and the wanted numbers of it: their place in the tile (`inside`), and in the result (`there`)."""
 
-    number: int  # row by row
+    number: int  # of all tiles, counted row by row
     height: int
     width: int
     inside: tuple[slice, slice]
@@ -237,7 +239,8 @@ def standard_normal(key: Key, like: Leaves, source: Source = "secure") -> dict[s
 _Words = npt.NDArray[np.uint64]
 _Floats = npt.NDArray[np.float64]
 
-# The right ends of the layers, from the top; EDGES[0] is how wide a rectangle of the area of the lowest layer would be.
+# EDGES[1:] are the right ends of the layers, from the top to the tail; EDGES[0] is the width of a rectangle with
+# the area of the lowest layer, which has the tail.
 # fmt: off
 EDGES = np.array([
     3.910757959524912, 0.21524189598488003, 0.2861745917920715, 0.33573751921442435, 0.3751213328783798,
@@ -356,8 +359,8 @@ def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = Non
         room.words[len(words) :] = draw(total - len(words))
 
 
-# They follow the words of a tile that is made with others: certain, and two of them are a number of the tail. So what
-# begins in a tile needs no word of the next one.
+# Padding between the words of tiles that are made together: each is a number at once, and two of them end a draw from
+# the tail. So no draw that begins in a tile reads words of the next one.
 _BETWEEN = np.full(3, 100 | 1 << 40, np.uint64)
 
 

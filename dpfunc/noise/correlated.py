@@ -114,7 +114,7 @@ class Correlated:
         return tuple((self.strategy.row(run.num_steps, step) * _multiplier(run)).tolist())
 
     def mechanism(self, run: Run) -> Mechanism:
-        """The mechanism of all steps: with a state that is a word, or buffers."""
+        """The mechanism of all steps: with buffers as its state, or a placeholder that is never read."""
         if self.buffers == "redraw":
             return additive(run, self._redrawn(run), lambda params: {"noise": "of all keys", "source": run.source})
         recursion = self._recursion(run.num_steps)

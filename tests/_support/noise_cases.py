@@ -69,7 +69,9 @@ class Case:
     """A mechanism, with the covariance of its noise over the steps, relative to the squared sensitivity."""
 
     noise: Any
-    inverse: Any = None  # (STEPS, STEPS): what is added, of independent noise; None: that of each step alone
+    inverse: Any = (
+        None  # (STEPS, STEPS), C^-1: row t has the weights of z_0, z_1, .. in the noise of step t; None: z_t alone
+    )
     sampler: Any = ALL_RECORDS
     noise_multiplier: Any = 1.5
     slow: bool = False  # a variant of another line

@@ -21,6 +21,7 @@ import torch
 from cases import GROUPINGS, SAMPLERS, as_batch, linear_loss, random_rows
 from cases import RULES as RULE_CASES
 from cases import params as zeros
+from noise_cases import MECHANISMS
 from pages import ROOT, blocks, text_of
 from reference import loop_clipped_sum, loop_gradients
 
@@ -237,7 +238,9 @@ def test_every_row_of_the_page_has_its_toy():
         "a clip rule", "a grouping", "an engine", "a sampler", "a noise mechanism", "a kind of event",
         "an operation of torch that takes a parameter",
     }  # fmt: skip
-    elsewhere = {"an accountant", "a loss that mixes rows, or seems to", "a kind of model", "a benchmark"}
+    elsewhere = {
+        "a strategy of correlated noise", "an accountant", "a loss that mixes rows, or seems to", "a kind of model", "a benchmark",
+    }  # fmt: skip
     assert rows == toys | elsewhere
 
 
@@ -256,6 +259,13 @@ def test_each_rule_grouping_and_sampler_is_in_the_tables_of_the_tests():
     others = {"Statistic", "Telemetry", "Adaptive", "Scheduled"}  # tests/clipping has files for the last two
     assert rules | {type(grouping).__name__ for grouping in GROUPINGS.values()} == classes(clipping) - others
     assert {type(sampler).__name__ for sampler in SAMPLERS.values()} | {"InOrder"} == classes(sampling)
+
+
+def test_each_mechanism_and_strategy_is_in_the_table_of_the_tests():
+    """tests/noise/test_mechanisms.py holds the noise of each against its events."""
+    used = {type(part) for case in MECHANISMS.values() for part in (case.noise, getattr(case.noise, "strategy", None))}
+    of_a_run = {"Mechanism", "Recursion", "Run", "Turn"}
+    assert {each.__name__ for each in used} >= classes(noise) - of_a_run
 
 
 @pytest.mark.parametrize("package", [clipping, sampling, noise], ids=lambda package: package.__name__)

@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 
 class Recursion(NamedTuple):
-    """C^-1 z by m buffers: `s_0 = 0`, `w_t = scale z_t + read s_t`, `s_(t+1) = keep s_t + write w_t`.
+    """Noise w = C^-1 z by m buffers: `s_0 = 0`, `w_t = scale z_t + read s_t`, `s_(t+1) = keep s_t + write w_t`.
 
     Args:
         scale: of new noise. read: (m,). keep: (m, m). write: (m,).
@@ -151,6 +151,6 @@ def inverted(diagonals: tuple[float, ...], num_steps: int) -> Array:
 
 
 def banded_recursion(column: Array) -> Recursion:
-    """The recursion of a matrix with few diagonals: its buffers are the last releases of noise, the latest first."""
+    """The recursion of a matrix with few diagonals: its buffers are the last w_t, the latest first."""
     size = len(column) - 1
     return Recursion(1 / column[0], -column[1:] / column[0], np.eye(size, k=-1), np.eye(size, 1)[:, 0])
