@@ -351,8 +351,8 @@ def nested(rows, **options):
 
 
 BAD_STEPS = {
-    "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(1,\).*got \(\) where it was called with 1 row, all of the batch or a part of it.*reduction="none"'),
-    "scalar loss of rows alone": (mean_loss, params(), GOOD, r"return shape \(1,\), got \(\) where it was called with 1 row"),
+    "scalar loss": (mean_loss, params(), GOOD, r'Expected loss_fn to return shape \(1,\).*got \(\): a step calls it with each row as a batch of one.*reduction="none"'),
+    "scalar loss of rows alone": (mean_loss, params(), GOOD, r"return shape \(1,\), got \(\): a step calls it with each row as a batch of one"),
     "loss of wrong length": (
         lambda p, b: linear_loss(p, b).repeat(2), params(), GOOD, r"loss_fn to return shape \(1,\).*got \(2,\)",
     ),

@@ -1,4 +1,4 @@
-"""One forward and backward pass over some rows: a mode of torch functions sees each one that the loss calls.
+"""One forward and backward pass over some rows: a `TorchFunctionMode` sees each function that the loss calls.
 
 May import: its folder, batches, rng and below. Trusted: yes.
 """
@@ -92,7 +92,7 @@ _WRITES = frozenset(
 _NESTED = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _HOOKING = frozenset((_GRAD_FN, Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook))
-_OURS = ("aten", "prims", "prim", "profiler")
+_NAMESPACES_OF_TORCH = ("aten", "prims", "prim", "profiler")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Rows:
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 
     def plain_params(self) -> dict[str, Tensor]:
-        """The parameters without a graph, or the tensors that stand for them."""
+        """The parameters without a graph, or the tensors in place of them where FSDP holds parts."""
         return self.source.leaves(self.params) if self.source else {n: p.detach() for n, p in self.params.items()}
 
 
@@ -207,7 +207,7 @@ class _RowPass(Pass):
         if isinstance(func, (OpOverload, OpOverloadPacket)):
             refuse_undeclared(func)
             name = func.namespace if isinstance(func, OpOverload) else func._qualified_op_name.split("::")[0]
-            if name not in _OURS and any_row((args, kwargs)):
+            if name not in _NAMESPACES_OF_TORCH and any_row((args, kwargs)):
                 known = OF_LIBRARIES.get(name)
                 found = NotImplemented if known is None else known(self, func, args, kwargs)
                 if found is not NotImplemented:
@@ -228,8 +228,8 @@ class _RowPass(Pass):
         self.in_backward = True
         transforms_seen(True)
         with torch._C.DisableTorchFunction():
-            checks.check_depends(checks.check_losses(losses_1, 1).requires_grad, reads=bool(self.reads))
-            checks.check_aux(aux, 1)
+            checks.check_depends(checks.check_losses(losses_1).requires_grad, reads=bool(self.reads))
+            checks.check_aux(aux)
             if self.settings.plain_functions:  # otherwise torch refuses reentrant checkpoints
                 checks.refuse_reentrant((), losses_1)
 
@@ -401,7 +401,8 @@ def _last(func: Any) -> Handler:
     return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows
 
 
-# Who answers a function, in this order: the first whose answer is not NotImplemented. The second one needs rules.
+# Who answers a function, in this order: the first whose answer is not NotImplemented. Without rules
+# those about parameters are not asked.
 _OWN: Mapping[Any, Handler] = {
     **dict.fromkeys(_WRITES, _RowPass.written),
     **dict.fromkeys(_NESTED, _RowPass.nested),

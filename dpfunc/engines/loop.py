@@ -279,8 +279,8 @@ def row_gradients(
     with checks.parameters_unchanged(leaves), _inside(mode, recorder):
         losses_1, aux = checks.split_aux(loss_fn(leaves, row))
         mode.refuse_stopped()
-        checks.refuse_reentrant((), checks.check_losses(losses_1, 1))
-        checks.check_aux(aux, 1)
+        checks.refuse_reentrant((), checks.check_losses(losses_1))
+        checks.check_aux(aux)
         grads = run_backward(losses_1.sum(), tuple(leaves.values()))
         mode.refuse_stopped()
     used = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}

@@ -40,15 +40,15 @@ def check_depends(depends: bool, *, reads: bool) -> None:
         )
 
 
-def check_losses(losses: object, num_samples: int) -> Tensor:
-    """The losses, if there is one for each sample, of floating dtype."""
+def check_losses(losses: object) -> Tensor:
+    """The losses of one row, (1,), of floating dtype."""
     hint = 'Return one loss for each sample: use reduction="none" and take the mean over the other axes of each row.'
     if not isinstance(losses, Tensor):
         raise InvalidArgument(f"Expected loss_fn to return a tensor, got {type(losses).__name__}. {hint}")
-    if losses.shape != (num_samples,):
+    if losses.shape != (1,):
         raise InvalidArgument(
-            f"Expected loss_fn to return shape ({num_samples},), got {tuple(losses.shape)} where it was called with "
-            f"{num_samples} {'row' if num_samples == 1 else 'rows'}, all of the batch or a part of it. {hint}"
+            f"Expected loss_fn to return shape (1,), got {tuple(losses.shape)}: a step calls it with each row as a "
+            f"batch of one. {hint}"
         )
     if is_dtensor(losses):
         raise InvalidArgument(
@@ -65,14 +65,14 @@ def split_aux(returned: object) -> tuple[Any, Any]:
     return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 
-def check_aux(aux: Any, num_samples: int) -> None:
-    """Check that each leaf of the aux of a loss is a tensor with the samples on axis 0; the error names it."""
+def check_aux(aux: Any) -> None:
+    """Check that each leaf of the aux of one row is a tensor with one row on axis 0; the error names it."""
     for path, leaf in pytree.tree_leaves_with_path(aux) if aux is not None else ():
-        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (num_samples,) or is_dtensor(leaf):
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != (1,) or is_dtensor(leaf):
             got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise InvalidArgument(
-                f"Expected the aux of loss_fn, (losses, aux), to have plain tensors with {num_samples} "
-                f"{'row' if num_samples == 1 else 'rows'} on axis 0, as the batch that it is given, got {got} for "
+                "Expected the aux of loss_fn, (losses, aux), to have plain tensors with 1 row on axis 0, as "
+                f"the batch that it is given, got {got} for "
                 f"aux{pytree.keystr(path)}. Compute it for each sample, and leave out what is the same for all."
             )
 

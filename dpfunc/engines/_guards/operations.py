@@ -31,7 +31,7 @@ def refuse_undeclared(func: Callable[..., Any]) -> None:
     """Refuse operations that write statistics without declaring it, and torch's control flow, which runs unseen."""
     if isinstance(func, HigherOrderOperator) and func.name() in _CONTROL_FLOW:
         raise UnsupportedModel(
-            "The loss has control flow of torch (torch.cond, while_loop, scan), whose operations a step cannot follow. "
+            f"The loss has control flow of torch ({func.name()}), whose operations a step cannot follow. "
             "Use torch.where where a condition is each row's own, and if or for in Python where it is the same for all."
         )
     if func in UNDECLARED:

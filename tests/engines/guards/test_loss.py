@@ -7,11 +7,12 @@ import torch
 from models import Case
 from reference import loop_gradients
 from rows_alone import W, X
+from torch._higher_order_ops import scan, while_loop
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of
 
-from dpfunc.errors import DPFuncError
+from dpfunc.errors import DPFuncError, UnsupportedModel
 
 every = pytest.mark.parametrize("engine", ENGINES)
 
@@ -103,6 +104,20 @@ def test_rows_that_skip_each_trained_layer_have_a_gradient_of_zero(engine, name,
         if "random" not in name:
             assert skips_B.tolist() == [SKIPS[name](y[None]) for y in batch["y"]]
     assert "always" in name or rows == 1 or len(skipped) == 2
+
+
+CONTROL_FLOW = {
+    "cond": lambda out: torch.cond(out.sum() > 0, torch.neg, torch.square, (out,)),
+    "while_loop": lambda out: while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y * 2), (torch.tensor(0), out))[1],
+    "scan": lambda out: scan(lambda sum, y: (sum + y, y * 1), torch.zeros_like(out[0]), out)[1],
+}
+
+
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_control_flow_of_torch_is_refused_by_name(name):
+    """By the name of the operation, which the code of the loss has, and by no number of a row."""
+    with pytest.raises(UnsupportedModel, match=rf"control flow of torch \({name}\), whose operations.*Use torch.where"):
+        run("auto", lambda p, b: squares(CONTROL_FLOW[name](b["y"] @ p["w"])), params())
 
 
 def again(function, *args):
