@@ -120,7 +120,8 @@ class ImageTextCollator:
         room = self.max_length - self.max_images * self.tokens_per_image
         words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
         answer = answer[: max(room - len(words), room // 2)]
-        dropped = set(words[1 : len(words) - (room - len(answer)) + 1])
+        too_many = max(0, len(words) + len(answer) - room)
+        dropped = set(words[1 : 1 + too_many])
         return [one for i, one in enumerate(prompt) if i not in dropped], answer
 
     def _prompt_ids(self, prompt: str, images: int) -> list[int]:

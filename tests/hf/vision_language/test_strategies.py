@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from image_text_models import samples
 from models import Case
@@ -290,6 +290,8 @@ SHARED = tiny_processor()
 @given(
     st.integers(0, 2), st.integers(0, 30), st.integers(0, 30), st.integers(0, 12), st.sampled_from(["left", "right"])
 )
+@example(0, 0, 0, 4, "left").via("room for one word more than there are")
+@example(2, 5, 0, 12, "right").via("room for a few words more")
 def test_long_texts_are_cut_and_images_never(images, words, answer, room, side):
     collate = image_text_collator(SHARED, max_length=10 + room, max_images=2, padding_side=side)
     pictures = [draw("red", "circle", 16, i) for i in range(images)]
