@@ -173,12 +173,17 @@ class TradeOff:
 
 
 def curve(ledger: Ledger, delta: float) -> list[Point]:
-    """Points (delta, epsilon) of a ledger: of a claim, of a grid, and where the bounds of `RATES` are best."""
+    """Points (delta, epsilon) of a ledger, see `points_of`."""
     method = tight_method(ledger)
-    found = {delta: ledger.epsilon(delta, method).epsilon}
+    return points_of(lambda at: ledger.epsilon(at, method).epsilon, delta)
+
+
+def points_of(epsilon: Callable[[float], float], delta: float) -> list[Point]:
+    """Points (delta, epsilon) of a function: of a claim, of a grid, and where the bounds of `RATES` are best."""
+    found = {delta: epsilon(delta)}
     for at in _DELTAS:
         try:
-            found[at] = ledger.epsilon(at, method).epsilon
+            found[at] = epsilon(at)
         except InvalidArgument:  # no accountant can give it: of delta near 1, for some ledgers
             continue
         if found[at] == 0:
@@ -187,7 +192,7 @@ def curve(ledger: Ledger, delta: float) -> list[Point]:
 
     def bound(rate: float, log_delta: float) -> float:
         at = math.exp(log_delta)
-        found[at] = ledger.epsilon(at, method).epsilon
+        found[at] = epsilon(at)
         return true_positives([(at, found[at])], rate)
 
     for rate in RATES:  # around the point of the grid that is best

@@ -46,6 +46,12 @@ NOT_COVERED = (
 )
 """What the epsilon of no run covers."""
 
+SEARCH_NOT_COVERED = (
+    "the time that the search took, from which the number of its runs can be guessed",
+    "people who could read the folder during the search: it held the other runs, and the key",
+)
+"""What the epsilon of no search covers, besides."""
+
 ONE_RECORD = "one record of the training data set"
 """The unit of a run whose batches have one record a row."""
 
@@ -84,6 +90,16 @@ LAWS = {
 """Class of a sampler -> its law. That of another class is the claim of who wrote it."""
 
 _SAMPLED: Mapping[str, type[Event]] = {"FixedSize": Capped, "CappedPoisson": Capped, "RandomAllocation": Allocated}
+SCORES = (
+    "number of held-out records whose most likely class is their label",
+    "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1",
+    "number of held-out pairs whose chosen answer gained more probability than the rejected one",
+)
+"""Scores of the runs of a search that one record changes by at most 1."""
+
+SETTINGS = ("sampler", "clip", "mechanism", "noise_source", "rows", "batches")
+"""Fields of a `Record` that all runs of a search have in common."""
+
 COMPARED, ELSEWHERE = "compared with the plan's draw of each step", "drawn elsewhere, by claim (verify_batch=False)"
 
 
@@ -214,6 +230,8 @@ class SelectionRecord(_Published):
         score: what is compared. score_noise: standard deviation of its noise; one record changes it by at most 1.
         chosen: number of the candidate that was released, from 0; None if nothing was. chosen_score: with its noise.
         spent: earlier runs on the same records.
+        settings: the `SETTINGS` of its runs, from the one that was released; None if nothing was.
+        weights: SHA-256 of each file of weights that was released.
 
     Raises:
         InvalidArgument: a value outside its domain, or values that contradict each other.
@@ -222,7 +240,7 @@ class SelectionRecord(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema, what, counted = SELECTION + "2", "search", "spent"
+    schema, what, counted = SELECTION + "3", "search", "spent"
 
     date: str
     unit: str
@@ -242,6 +260,8 @@ class SelectionRecord(_Published):
     dataset_size_is: str
     versions: dict[str, str]
     not_covered: tuple[str, ...]
+    settings: dict[str, str] | None
+    weights: tuple[str, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,6 +276,12 @@ class SelectionRecord(_Published):
              checks.fail(f"chosen < {n}", "chosen", chosen)),
             ((chosen is None) != (self.chosen_score is None),
              checks.fail("chosen together with its score", "chosen_score", self.chosen_score)),
+            ((chosen is None) != (self.settings is None),
+             checks.fail("chosen together with its settings", "settings", self.settings)),
+            ((chosen is None) != (not self.weights),
+             checks.fail("chosen together with its weights", "weights", self.weights)),
+            (self.settings is not None and {*self.settings} != {*SETTINGS},
+             checks.fail(f"the settings {', '.join(SETTINGS)}", "settings", self.settings)),
         )  # fmt: skip
 
     def guarantee(self, delta: float) -> Guarantee:
@@ -270,6 +296,13 @@ def search_cost(
     refuse_replaced("adjacency", spent.adjacency)
     score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
+
+
+def law_of(runs: RunCount) -> str:
+    """The distribution of the number of runs in words."""
+    if runs.shape == math.inf:
+        return "Poisson: there may be no run, and then nothing is released"
+    return f"negative binomial of shape {runs.shape:g}, truncated: at least one run"
 
 
 def listed(values: Mapping[str, float]) -> str:

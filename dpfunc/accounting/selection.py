@@ -14,7 +14,7 @@ from dpfunc._utils.validation import below_one, expect, open_unit, positive, rea
 from dpfunc.accounting._losses import Array
 from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
 from dpfunc.accounting._search import MOST_NOISE, falling_root, least_scale
-from dpfunc.accounting.accountant import Guarantee, renyi_events
+from dpfunc.accounting.accountant import Guarantee, largest_loss, renyi_events
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.errors import UnreachableBudget
 
@@ -123,11 +123,13 @@ def selection_epsilon(
         be guessed; a stop because of what was seen; files of the other runs; a score that is not in `one_run`.
 
     Raises:
-        InvalidArgument: no ledger, or a value outside its domain. LedgerConflict: ledgers of different adjacency.
+        InvalidArgument: no ledger, a run with a stated delta, or a value outside its domain. LedgerConflict: ledgers of
+            different adjacency.
 
     Guarantees:
         tests/accounting/test_selection.py: not below the exact divergences of finite mechanisms
-        (test_the_curve_bounds_the_exact_divergence) and of Gaussian ones (test_epsilon_bounds_a_search_exactly).
+        (test_the_curve_bounds_the_exact_divergence) and of Gaussian ones (test_epsilon_bounds_a_search_exactly); deltas
+        that releases state are counted (test_stated_deltas_are_counted).
 
     >>> from dpfunc.types import Event
     >>> run = Ledger((Event(0.01, 2.0, 1000),))
@@ -142,9 +144,13 @@ def selection_epsilon(
     before = Ledger(adjacency=one_run[0].adjacency) if spent is None else spent
     compose(before, *one_run)  # all of one adjacency
     open_unit("delta", delta)
+    stated = max(largest_loss(each.law, each.adjacency)[0] for each in one_run)
+    expect(stated == 0, "runs whose releases have no delta of their own, as a Laplace or Gaussian one", "delta", stated)
+    left = delta - largest_loss(before.law, before.adjacency)[0]  # no epsilon makes the deltas of earlier runs smaller
     curve = selection_curve(np.max([_curve(each) for each in one_run], axis=0), ORDERS, runs)
     note = f"best of K private runs, mean of K {runs.mean:g}, shape {runs.shape:g}"
-    return Guarantee(converted(curve + _curve(before), ORDERS, delta), delta, "rdp", before.adjacency, note)
+    found = converted(curve + _curve(before), ORDERS, left) if left > 0 else math.inf
+    return Guarantee(found, delta, "rdp", before.adjacency, note)
 
 
 def calibrate_search(

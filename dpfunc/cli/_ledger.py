@@ -168,7 +168,6 @@ def _show_record(record: Record | SelectionRecord, parts: Sequence[tuple[str, Le
         title, counted = "Candidates: one run", list(zip(map(listed, record.candidates), record.ledgers, strict=True))
         if record.spent.num_steps:
             included += f", {record.spent.num_steps} steps of earlier runs included"
-        shape = "Poisson" if record.runs.shape == math.inf else f"negative binomial of shape {record.runs.shape:g}"
         best = (
             "none was released"
             if record.chosen is None
@@ -176,7 +175,7 @@ def _show_record(record: Record | SelectionRecord, parts: Sequence[tuple[str, Le
         )
         own = {
             "computed by": "rdp, for the best of a random number of runs",
-            "runs": f"{record.runs.mean:g} on average, {shape}; how many there were is secret",
+            "runs": f"{record.runs.mean:g} on average, {known.law_of(record.runs)}; how many there were is secret",
             "released": best,
             "score": f"{record.score}; noise of standard deviation {record.score_noise:g}",
             "noise source": record.noise_key,

@@ -27,7 +27,9 @@ def page(values: Mapping[str, Any]) -> str:
     attack = [
         (f"{each['false_positives']:.1%}", f"at most {each['true_positives']:.2%}") for each in result["attacker"]
     ]
-    steps = [(f"{row['first']} to {row['last']} of {row['run']}", _events(row["events"])) for row in values["steps"]]
+    steps = [
+        (f"{row['first']} to {row['last']} of {row['run']}", _events(row["events"])) for row in values.get("steps", ())
+    ]
     earlier = [(f"{event['num_steps']} steps of earlier runs", _events([event])) for event in values["earlier"]]
     sections = {
         "The claim": _table([
@@ -48,6 +50,7 @@ def page(values: Mapping[str, Any]) -> str:
         "Replays and audits": _table((each["kind"], _verdict(each)) for each in values["evidence"]),
         "Budget of the data set": _table(_words({**budget, "others": _events(budget["others"], "none")})),
         "How it was done": _table(_words(values["mechanism"])),
+        "The search": _search(values["search"]) if "search" in values else "",
         "Steps": _table(steps, ("steps", "sampling probability, noise multiplier")) + _table(earlier),
         "Digests": _table(_words(values["digests"])),
         "Versions": _table(values["versions"].items()),
@@ -59,9 +62,21 @@ def page(values: Mapping[str, Any]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Certificate of differential privacy</title>'
         f"<style>{_STYLE}</style></head><body><h1>Certificate of differential privacy</h1><p>Made {values['date']} "
-        "from the journal of the run. The JSON file with this digest counts, not this page; to check it: "
+        "from the files of the run. The JSON file with this digest counts, not this page; to check it: "
         f"<code>dpfunc certify --check FILE</code></p>{body}</body></html>\n"
     )
+
+
+def _search(search: Mapping[str, Any]) -> str:
+    runs = search["runs"]
+    rows = [
+        ("number of runs", f"{runs['mean']:g} on average, {runs['law']}; how many there were is secret"),
+        ("score", f"{search['score']}; noise of standard deviation {search['score_noise']:g}"),
+    ]
+    for number, events in enumerate(search["candidates"]):
+        steps = ", ".join(f"{event['num_steps']} steps of {_events([event])}" for event in events)
+        rows.append((f"one run of candidate {number}", steps))
+    return _table(rows)
 
 
 def _table(rows: Iterable[tuple[str, str]], header: tuple[str, str] | None = None) -> str:

@@ -1,8 +1,9 @@
-"""The certificate of a run: its claim, all that the claim follows from, and what it assumes; anyone can check it.
+"""The certificate of a run or a private search: its claim, what it follows from and assumes; anyone can check it.
 
 May import: its folder, checkpoint and below. Trusted: no.
 
-It is made from the journal and the record of a run. To check it needs this file and accounting: no data, no torch.
+It is made from the journal and the record of a run, or from the record of a search. To check it needs this file and
+accounting: no data, no torch.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from dpfunc._utils.files import replace_file, sha256
 from dpfunc._utils.validation import boolean, digest, expect, fail, integer, positive, unique_json, unsigned
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._rdp import composed_curve, converted
-from dpfunc.accounting._trade_off import RATES, curve, tight_method, true_positives
+from dpfunc.accounting._trade_off import RATES, Point, curve, points_of, tight_method, true_positives
 from dpfunc.accounting.accountant import fewer_kinds
 from dpfunc.accounting.events import divided
 from dpfunc.accounting.ledger import from_values, parsed, to_values
@@ -33,43 +34,61 @@ from dpfunc.accounting.record import (
     NOT_COVERED,
     RECORD_FILE,
     ROWS,
+    SEARCH_NOT_COVERED,
     SECRET,
+    SETTINGS,
     SOURCES,
     Record,
+    SelectionRecord,
     check_field,
     claims_law,
     is_proven,
     recorded,
 )  # fmt: skip
 from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint.costs import read_cost
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.evidence._page import NO_BUDGET, page
 from dpfunc.evidence._result import entry, in_certificate
+from dpfunc.evidence._search import counted, facts_of
 from dpfunc.types import Adjacency, Event
 
-SCHEMA = "dpfunc.certificate/2"
+SCHEMA, SEARCH = "dpfunc.certificate/2", "dpfunc.certificate_of_search/1"
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _RECORDED = 1e-4  # relative: up to which the epsilon of a record may be below the one that is computed now
 _ORDERS = tuple(round(64 * 1.15**k) for k in range(20))  # beside those that Opacus has by itself
 _OPACUS = (*(1 + k / 10 for k in range(1, 100)), *map(float, range(12, 64)))
 
-_WORD = "steps, earlier runs, date, unit, bound of gradients, budgets, evidence, digests"
+_WORD = {
+    SCHEMA: "steps, earlier runs, date, unit, bound of gradients, budgets, evidence, digests",
+    SEARCH: "law of the number of runs, steps of each candidate, noise of the score, earlier runs, date, unit, budget, "
+    "digests",
+}
 NOBODY = "none: nobody vouches for it"
 NO_WEIGHTS = "names no weights: certify again with *.safetensors in the folder of the run"
 _NEEDED = 'Signatures need the package cryptography: pip install "dpfunc[sign]".'
 
 _CLAIM = ("unit", "adjacency", "delta", "epsilon", "accountant", "target_epsilon", "not_covered")
-_SETTINGS = ("sampler", "clip", "max_grad_norm", "mechanism", "noise_source", "noise_key", "rows", "batches")
-_HEX = {"journal": 32, "record": 64}
+_SETTINGS = (*SETTINGS, "max_grad_norm", "noise_key")
 _SIGNED = {"public_key": 64, "value": 128}
 _PLACE = "privacy_budget.json"  # which `Budget.settle` has left
 _PLACED = ("unit", "adjacency", "delta")  # which it has alike with the run
 _ERRORS = {
     "tilted": "an upper bound, at most 0.1 % above the truth, nearly always 0.01 %",
     "gaussian": "exact, rounded up by 1e-9 of itself",
+    "rdp of a search": "an upper bound for the best of several runs: Papernot and Steinke 2022, Theorems 2 and 6",
     "opacus": "an upper bound, typically 5 to 30 % above the truth",
     "rdp": "an upper bound, typically 5 to 30 % above the truth; it shares the privacy loss of a step with the first",
+}
+
+
+# Assumptions of a search alone.
+_OF_A_SEARCH = {
+    "A second accountant, which shares no code with the first, has found this epsilon.": False,
+    "The grid and the law of the number of runs were chosen without a look at the records.": None,
+    "Nobody has seen how many runs there were, or any run but the released one.": None,
+    "No record was both trained on and scored.": None,
 }
 
 
@@ -85,14 +104,16 @@ def certify(
     run: Path | str, *, out: Path | str | None = None, private_key: Path | str | None = None,
     evidence: Sequence[Path | str] = (), beside: Sequence[Path | str] = (),
 ) -> Path:  # fmt: skip
-    """Write the certificate of a run, a JSON file, and beside it the same as a page to print (`.html`).
+    """Write the certificate of a run or a private search, a JSON file, and beside it a page to print (`.html`).
 
     Steps, epsilon by two accountants, trade-off curve and what an attacker can reach are computed again from the
-    journal. The record adds what the journal does not have, and must agree with it.
+    journal. The record adds what the journal does not have, and must agree with it. A search has no journal: epsilon
+    and curve follow from the law of the number of its runs and from what one run of each candidate costs.
 
     Args:
         run: folder with a journal (`*journal.jsonl`) and a record (`privacy_accounting.json`). Weights in
-            `*.safetensors`, in it or in its folder `model`, are the model.
+            `*.safetensors`, in it or in its folder `model`, are the model. Or the folder of `dpfunc tune --private`,
+            whose weights must be those that the search released.
         out: the JSON file; `certificate.json` in the folder by default. A file that is there is replaced.
         private_key: an Ed25519 key (PEM) to sign with. It needs the extra `sign`.
         evidence: files of `dpfunc verify --out` and `dpfunc audit --out`: their verdicts, without what they measured on
@@ -106,49 +127,40 @@ def certify(
         and no name of a file.
 
     Raises:
-        InvalidArgument: a file that is missing or cannot be read, or a claim that does not follow from the journal.
+        InvalidArgument: a file that is missing or cannot be read, or a claim that does not follow from the journal;
+            a search that released nothing, or other weights.
         CheckpointError: a journal that lost lines.
 
     Guarantees:
         tests/evidence/test_certificate.py: one changed byte is found (test_one_changed_byte_is_found), what does not
         follow is refused (test_what_cannot_be_derived_is_refused), steps of several runs add up
         (test_one_certificate_of_several_runs), the exact curve of the Gaussian mechanism
-        (test_figures_of_the_gaussian_mechanism).
+        (test_figures_of_the_gaussian_mechanism). tests/evidence/test_search.py: the same of a search
+        (test_a_forged_search_is_refused, test_weights_of_something_else_are_refused).
 
     >>> certify("nowhere")
     Traceback (most recent call last):
     dpfunc.errors.InvalidArgument: Expected the folder of a run with privacy_accounting.json in it, got run='nowhere'.
     """
     folder = Path(run)
-    parts = [_read_run(Path(each)) for each in (run, *beside)]
-    record, runs = _together(parts)
-    earlier, job, place = record.ledger.beyond(steps_ledger(runs.values())), folder / "job.json", folder / _PLACE
-    if beside and place.is_file():
-        raise InvalidArgument(
-            f"Expected no runs beside {str(run)!r}, which has its place in a budget: that counts "
-            "all runs. Leave out beside."
-        )
-    plain = json.loads(record.to_json())
-    values: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "claim": {name: plain[name] for name in _CLAIM},
-        "mechanism": {name: plain[name] for name in _SETTINGS},
-        "steps": _rows(runs),
-        "earlier": [to_values(event) for event in earlier.events],
-        "digests": {
-            "model": [digest for part in parts for digest in part.weights],
-            "data_order": list(runs),  # a fingerprint of the key, of which all draws are functions
-            "journal": _digest_of([part.journal for part in parts]),
-            "record": _digest_of([part.file for part in parts]),
-            "code": sorted({digest for part in parts for digest in part.code}),
-        },
-        "versions": plain["versions"],
-    }
-    values["claim"]["delta_below_one_over_records"] = all(record.delta * part.record.dataset_size < 1 for part in parts)
-    values["evidence"] = [in_certificate(Path(file), values, job) for file in evidence]
+    file, place = folder / RECORD_FILE, folder / _PLACE
+    found = read_cost(file) if file.is_file() else None
+    if isinstance(found, SelectionRecord):
+        others = [*map(str, (*evidence, *beside))]
+        expect(not others, "no runs beside a search, and no evidence", "files", others, "Certify the runs apart.")
+        values = {"schema": SEARCH, **facts_of(folder, found)}
+    else:
+        expect(
+            not beside or not place.is_file(), "no runs beside one with its place in a budget, which counts all runs",
+            "beside", [*map(str, beside)], "Leave out beside.",
+        )  # fmt: skip
+        values = {"schema": SCHEMA, **_facts_of_runs([_read_run(Path(each)) for each in (run, *beside)])}
+    values["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+    values["evidence"] = [in_certificate(Path(each), values, folder / "job.json") for each in evidence]
     values["budget"] = unsigned("place in a budget", unique_json(place.read_bytes())) if place.is_file() else None
     values = _whole(values)
-    _compare_with_opacus(record.ledger, record.delta, values["result"])
+    if values["schema"] == SCHEMA:
+        _compare_with_opacus(ledger_of(values), values["claim"]["delta"], values["result"])
     if private_key is not None:
         key = _read_key("private", Path(private_key))
         public, signature = key.public_key().public_bytes_raw().hex(), key.sign(_canonical(values).encode()).hex()
@@ -180,7 +192,7 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     dpfunc.errors.InvalidArgument: Expected a certificate, got path='nowhere.json', which is no file.
     """
     text = _content(path, "a certificate", "path")
-    values = parsed(text, "a certificate", SCHEMA, hint="Use the version of dpfunc that wrote it.")
+    values = parsed(text, "a certificate", SCHEMA, SEARCH, hint="Use the version of dpfunc that wrote it.")
     try:
         again = _whole(values)
         same = text == _canonical(values).encode()
@@ -190,6 +202,7 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     changed = "other bytes, or another digest: it was changed"
     rows = [Finding("bytes", same, "as they were written" if same else changed)]
     plain = {name: value for name, value in values.items() if name != "signature"}
+    basis = "steps" if values["schema"] == SCHEMA else "search"
     place = again["budget"]
     details = {  # of some parts, after they were computed again
         "claim": f"epsilon={again['claim']['epsilon']:.6g} at delta={again['claim']['delta']:g}",
@@ -201,12 +214,15 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     for part in sorted(plain.keys() | again.keys() - {"signature"}):
         same = _same(values.get(part), again.get(part))
         rows.append(
-            Finding(part, same, details.get(part, "as it follows") if same else "not what follows from the steps")
+            Finding(part, same, details.get(part, "as it follows") if same else f"not what follows from the {basis}")
         )
     named, none = "signature" in values, (public_key is None, NOBODY)
     signed = _signed_by(values["signature"], _canonical(plain).encode(), public_key) if named else none
     named_as = _same(values.get("signature"), again.get("signature"))
-    rows += [Finding("signature", signed[0] and named_as, signed[1]), Finding("word of who wrote it", True, _WORD)]
+    rows += [
+        Finding("signature", signed[0] and named_as, signed[1]),
+        Finding("word of who wrote it", True, _WORD[values["schema"]]),
+    ]
     if model is not None:
         found = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
         weights = values["digests"]["model"]
@@ -274,11 +290,7 @@ def _read_run(folder: Path) -> _Part:
     """The record of a run and the steps in its journal, which must agree, and the digests of its files."""
     expect((folder / RECORD_FILE).is_file(), f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
     journals = sorted(folder.glob("*journal.jsonl"))
-    expect(
-        len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals),
-        f"A private search leaves none: its record, {RECORD_FILE}, says what it has cost. Check it: dpfunc ledger "
-        "check." if not journals else "",
-    )  # fmt: skip
+    expect(len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
     record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
     counted = whole_ledger(runs.values())
     if record.run not in runs or counted != record.ledger:
@@ -293,6 +305,27 @@ def _read_run(folder: Path) -> _Part:
     code = {str(line.get("code") or "") for _, line in lines} | {sha256(job) if job.is_file() else ""}
     file = sha256(folder / RECORD_FILE)
     return _Part(record, runs, lines[-1][0].digest, file, [*map(sha256, weights)], code - {""})
+
+
+def _facts_of_runs(parts: Sequence[_Part]) -> dict[str, Any]:
+    """What a certificate takes from the folders of runs."""
+    record, runs = _together(parts)
+    plain, earlier = json.loads(record.to_json()), record.ledger.beyond(steps_ledger(runs.values()))
+    small = all(record.delta * part.record.dataset_size < 1 for part in parts)
+    return {
+        "claim": {**{name: plain[name] for name in _CLAIM}, "delta_below_one_over_records": small},
+        "mechanism": {name: plain[name] for name in _SETTINGS},
+        "steps": _rows(runs),
+        "earlier": [to_values(event) for event in earlier.events],
+        "digests": {
+            "model": [digest for part in parts for digest in part.weights],
+            "data_order": list(runs),  # a fingerprint of the key, of which all draws are functions
+            "journal": _digest_of([part.journal for part in parts]),
+            "record": _digest_of([part.file for part in parts]),
+            "code": sorted({digest for part in parts for digest in part.code}),
+        },
+        "versions": plain["versions"],
+    }
 
 
 def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
@@ -310,37 +343,35 @@ def _rows(runs: Mapping[str, Mapping[int, Taken]]) -> list[dict[str, Any]]:
 def _whole(given: Mapping[str, Any]) -> dict[str, Any]:
     """The certificate of facts in the form of one: what follows is computed, and what does not is in its domain."""
     claim, how, digests = given["claim"], given["mechanism"], given["digests"]
-    ledger, steps = ledger_of(given), _joined(given["steps"], bool(given["earlier"]))
-    for name in (*_CLAIM, *_SETTINGS):
+    # of runs, or of a search, whose candidates may differ in the bound of gradients
+    of_runs = given["schema"] == SCHEMA
+    settings = _SETTINGS if of_runs else (*SETTINGS, "noise_key")
+    never_covered = NOT_COVERED if of_runs else (*SEARCH_NOT_COVERED, *NOT_COVERED)
+    for name in (*_CLAIM, *settings):
         value = (claim | how)[name]
         check_field(name, tuple(value) if isinstance(value, list) else value)
-    if recorded(ledger, claim["delta"], claim["epsilon"], claim["accountant"], _RECORDED) is None:
-        raise fail(
-            f"an upper bound of the steps, {ledger.epsilon(claim['delta']).epsilon:.6g}", "epsilon", claim["epsilon"],
-            "What is claimed does not follow from the steps.",
-        )  # fmt: skip
-    order = [*dict.fromkeys(row["run"] for row in steps)]
+    own = _of_runs(given) if of_runs else _of_search(given)
+    earlier = Ledger(_events(given["earlier"]), claim["adjacency"])
     values: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": given["schema"],
         "date": check_field("date", given["date"]),
         "claim": {
             **{name: claim[name] for name in _CLAIM},
             "neighbours": NEIGHBOURS[claim["adjacency"]],
             "delta_below_one_over_records": boolean("delta", claim["delta_below_one_over_records"]),
             "covered": list(COVERED),
-            "not_covered": [*dict.fromkeys([*claim["not_covered"][: -len(NOT_COVERED)], *NOT_COVERED])],
+            "not_covered": [*dict.fromkeys([*claim["not_covered"][: -len(never_covered)], *never_covered])],
         },
         "mechanism": {
-            **{name: how[name] for name in _SETTINGS},
+            **{name: how[name] for name in settings},
             "law": LAWS.get(how["sampler"], "as its events claim: a sampler of the user"),
         },
-        "steps": steps,
-        "earlier": [to_values(event) for event in Ledger(_events(given["earlier"]), ledger.adjacency).events],
-        "result": _result(ledger, claim["delta"]),
+        **own,
+        "earlier": [to_values(event) for event in earlier.events],
         "digests": {
+            **own["digests"],
             "model": [digest("model", each) for each in digests["model"]],
-            "data_order": [digest("run", run, 16) for run in order],
-            **{name: digest(name, digests[name], length) for name, length in _HEX.items()},
+            "record": digest("record", digests["record"]),
             "code": [digest("code", each) for each in digests["code"]],
         },
         "versions": {name: given["versions"][name] for name in ("dpfunc", "torch", "python")},
@@ -354,6 +385,39 @@ def _whole(given: Mapping[str, Any]) -> dict[str, Any]:
         values["signature"] = {"algorithm": "Ed25519", **kept}
     values["assumptions"] = _assumptions(values)
     return values
+
+
+def _of_runs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps in a certificate of runs, and what follows from them."""
+    claim, ledger, steps = given["claim"], ledger_of(given), _joined(given["steps"], bool(given["earlier"]))
+    if recorded(ledger, claim["delta"], claim["epsilon"], claim["accountant"], _RECORDED) is None:
+        raise fail(
+            f"an upper bound of the steps, {ledger.epsilon(claim['delta']).epsilon:.6g}", "epsilon", claim["epsilon"],
+            "What is claimed does not follow from the steps.",
+        )  # fmt: skip
+    order = [digest("run", run, 16) for run in dict.fromkeys(row["run"] for row in steps)]
+    journal = digest("journal", given["digests"]["journal"], 32)
+    return {
+        "steps": steps,
+        "result": _result(ledger, claim["delta"]),
+        "digests": {"data_order": order, "journal": journal},
+    }
+
+
+def _of_search(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The search in a certificate of one, and what follows from it."""
+    claim, search = given["claim"], counted(given)
+    points = points_of(search.epsilon, claim["delta"])
+    found = dict(points)[claim["delta"]]
+    expect(
+        math.isclose(found, claim["epsilon"], rel_tol=_RECORDED), f"the cost of the search, {found:.6g}", "epsilon",
+        claim["epsilon"], "What is claimed does not follow from the number of its runs, candidates and noise.",
+    )  # fmt: skip
+    expect(claim["accountant"] == "rdp", "rdp, which alone can count a search", "accountant", claim["accountant"])
+    expect(given["digests"]["model"], "the weights that the search released", "model", [])
+    expect(not given["evidence"], "no replay and no audit of a search", "evidence", len(given["evidence"]))
+    expect(given["budget"] is None, "no place of a search in a budget", "budget", given["budget"])
+    return {"search": search.values(), "result": _shown(points, ("rdp of a search", found)), "digests": {}}
 
 
 def _events(values: Any) -> tuple[Event, ...]:
@@ -404,12 +468,14 @@ def _result(ledger: Ledger, delta: float) -> dict[str, Any]:
         math.isfinite(tight), "steps with noise", "epsilon", tight, "Nothing is protected, so nothing can be certified."
     )
     other = _by_renyi(ledger, delta) if second == "opacus" else ledger.epsilon(delta, "rdp").epsilon
+    return _shown(points, (method, tight), (second, other))
+
+
+def _shown(points: Sequence[Point], *found: tuple[str, float]) -> dict[str, Any]:
+    """A trade-off curve, what an attacker can reach, and the epsilons that accountants have found."""
     return {
-        "epsilon": min(tight, other),
-        "accountants": [
-            {"name": name, "epsilon": value, "error": _ERRORS[name]}
-            for name, value in ((method, tight), (second, other))
-        ],
+        "epsilon": min(value for _, value in found),
+        "accountants": [{"name": name, "epsilon": value, "error": _ERRORS[name]} for name, value in found],
         "curve": [list(point) for point in points],
         "attacker": [{"false_positives": rate, "true_positives": true_positives(points, rate)} for rate in RATES],
     }
@@ -443,10 +509,17 @@ def _compare_with_opacus(ledger: Ledger, delta: float, result: Mapping[str, Any]
     )  # fmt: skip
 
 
+def _own_events(values: Mapping[str, Any]) -> list[Event]:
+    """The events of a certificate, without earlier runs; of a search those of all candidates."""
+    if "search" in values:
+        return [from_values(event) for events in values["search"]["candidates"] for event in events]
+    return [*ledger_of({**values, "earlier": []}).events]
+
+
 def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Assumptions of the claim: met by what was recorded, not met, or (null) nothing that a run can show."""
     claim, how = values["claim"], values["mechanism"]
-    budget, ledger = claim["target_epsilon"], ledger_of({**values, "earlier": []})
+    budget, events = claim["target_epsilon"], _own_events(values)
     held: dict[str, bool | None] = {}
     for each in values["evidence"]:  # of other code it shows nothing, but what it has found there
         shows = (True if each["same_code"] else None) if each["holds"] else False
@@ -458,12 +531,18 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "The mechanism of the noise is one that is proven.": is_proven(how["mechanism"]),
         "The rule that bounds gradients is one that is proven.": how["clip"] in CLIPS,
         "Batches are the draws of the sampler: each was compared.": how["batches"] == COMPARED,
-        "The law of the sampler is one that is proven.": claims_law(how["sampler"], ledger.events),
+        "The law of the sampler is one that is proven.": claims_law(how["sampler"], events),
         "No row changes the gradient of another.": how["rows"] in ROWS[:2],
         "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + _ROUNDING),
         "The number of records is not published by the record of the run.": EXACT_SIZE not in claim["not_covered"],
-        "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus",
+        **(
+            _OF_A_SEARCH
+            if "search" in values
+            else {
+                "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus",
+            }
+        ),
         "On neighbouring records nothing moves but the clipped sum (replay).": held.get("replay"),
         "Guesses which canaries were in do not refute the claim (audit).": held.get("audit"),
         **({"Results of replays and audits are as their files say: nobody has signed these.": None} if held else {}),

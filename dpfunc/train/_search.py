@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpfunc._utils.files import remove, replace_file, sweep
+from dpfunc._utils.files import remove, replace_file, sha256, sweep
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import expect, fail, positive, refuse, unique_json
 from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search, record
-from dpfunc.accounting.record import RECORD_FILE, SelectionRecord, listed
+from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.record import versions
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.plan import Plan
@@ -46,9 +46,7 @@ from dpfunc.train.run import Prepared, check_job, check_packed, make_trainer
 from dpfunc.train.tables import same_file
 from dpfunc.types import Event, schedule_at
 
-_LOSS = "sum over held-out records of 1 - loss / log(vocabulary), at least 0 and at most 1"
-_RIGHT = "number of held-out records whose most likely class is their label"
-_PREFERRED = "number of held-out pairs whose chosen answer gained more probability than the rejected one"
+_RIGHT, _LOSS, _PREFERRED = record.SCORES
 # What a score is, by task.
 MEANING = {
     **dict.fromkeys(("text_classification", *FEATURES), _RIGHT), "causal_lm": _LOSS, "vqa": _LOSS,
@@ -57,10 +55,6 @@ MEANING = {
 _HELD_OUT = 0.2  # of public records, where the job has no share
 _SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under way: as secret as the data
 _STATE = "state.json"
-_NOT_COVERED = (
-    "the time that the search took, from which the number of its runs can be guessed",
-    "people who could read the folder during the search: it held the other runs, and the key",
-)
 
 
 @dataclass(frozen=True)
@@ -380,7 +374,7 @@ def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> l
     return [
         *lines,
         f"Accounting: {folder}/{RECORD_FILE}.",
-        f"Not covered by epsilon: {'; '.join((*_NOT_COVERED, *record.NOT_COVERED[:2]))}.",
+        f"Not covered by epsilon: {'; '.join((*record.SEARCH_NOT_COVERED, *record.NOT_COVERED[:2]))}.",
     ]
 
 
@@ -468,6 +462,11 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     """Write the best run, and the record of the search, into the folder; again the same after an interruption."""
     (runs, cost), stated = search.counted, search.job.privacy.dp_dataset_size is not None
     exact = [] if stated or search.spent.adjacency != "add_remove" else [record.EXACT_SIZE]
+    settings: dict[str, str] | None = None
+    best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
+    if state.candidate is not None:
+        settings = _settings(best.parent, search.candidates[state.candidate].plan.ledger())
+    weights = () if settings is None else tuple(map(sha256, sorted(best.rglob("*.safetensors"))))
     found = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone
@@ -478,11 +477,10 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         chosen_score=state.score, spent=search.spent,
         noise_key=record.GUESSABLE if state.key.guessable else record.SECRET,
         dataset_size=search.size, dataset_size_is=record.SIZES[stated], versions=versions(),
-        not_covered=(*exact, *_NOT_COVERED, *record.NOT_COVERED),
+        not_covered=(*exact, *record.SEARCH_NOT_COVERED, *record.NOT_COVERED), settings=settings, weights=weights,
     )  # fmt: skip
-    if state.candidate is not None and state.slot is not None:
+    if state.candidate is not None:
         # not their times, which tell when in the search the best run was
-        best = folder / _SECRET_FOLDER / state.slot / folders.MODEL
         shutil.copytree(best, folder / folders.MODEL, copy_function=shutil.copyfile, dirs_exist_ok=True)
         for path in (folder / folders.MODEL, *(folder / folders.MODEL).rglob("*")):
             os.utime(path)
@@ -490,6 +488,17 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         folders.write_job(search.job, filled, {}, folder, insecure_seed)
     replace_file(folder / RECORD_FILE, found.to_json() + "\n")
     return found
+
+
+def _settings(slot: Path, counted: Ledger) -> dict[str, str]:
+    """The settings of a run, which is refused unless it took the steps that the search counts."""
+    own = Record.from_json((slot / RECORD_FILE).read_bytes())
+    refuse(
+        (own.ledger != counted, CheckpointError(
+            f"Expected a run with the steps that the search counts for it, {counted}, got {own.ledger}. Nothing was "
+            "released. Report this.")),
+    )  # fmt: skip
+    return {name: getattr(own, name) for name in record.SETTINGS}
 
 
 def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:

@@ -24,7 +24,7 @@ WRITTEN = {
     "run without noise": record(**WITHOUT_NOISE),
     "run without a budget": record(target_epsilon=None),
     "search": SEARCH,
-    "search without a result": search_record(chosen=None, chosen_score=None),
+    "search without a result": search_record(**search_cases.NOTHING),
     "search of Poisson": search_record(runs=RunCount(3.0, math.inf)),
 }
 
@@ -74,9 +74,13 @@ OF_A_SEARCH = {
     "no mean": changed(runs={"shape": 1.0}),
     "half a run": changed(runs={"mean": 0.5, "shape": 1.0}),
     "a candidate more than ledgers": lambda v: {**v, "candidates": [*v["candidates"], {"steps": 1}]},
-    "no candidates": changed(candidates=[], ledgers=[], chosen=None, chosen_score=None),
+    "no candidates": changed(candidates=[], ledgers=[], **{**search_cases.NOTHING, "weights": []}),
     "another chosen one": changed(chosen=2),
     "a score of nothing": changed(chosen=None),
+    "no settings": changed(settings=None),
+    "no weights": changed(weights=[]),
+    "settings without one": lambda v: {**v, "settings": {**v["settings"], "clip": 3}},
+    "a setting less": lambda v: {**v, "settings": {"clip": "Flat"}},
     "no score noise": changed(score_noise=0.0),
     "a ledger that is none": changed(ledgers=[None, None]),
     "replaced records": lambda v: {**v, "spent": signed({**v["spent"], "adjacency": "replace_one"})},

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dpfunc.accounting import Ledger, RunCount, calibrate_search, selection_epsilon
+from dpfunc.accounting import Ledger, Opaque, RunCount, calibrate_search, selection_epsilon
 from dpfunc.accounting._rdp import ORDERS
 from dpfunc.accounting.selection import selection_curve
 from dpfunc.errors import DPFuncError, InvalidArgument
@@ -168,3 +168,16 @@ def test_wrong_questions_are_refused():
     for u in (-0.1, 1.0, math.nan):
         with pytest.raises(InvalidArgument):
             runs.quantile(u)
+
+
+def test_stated_deltas_are_counted():
+    """Those of earlier runs lower the delta that is left; those of a run, which there are many of, are refused."""
+    run, runs = Ledger((Event(0.1, 5.0, 10),)), RunCount(8.0, 1.0)
+    spent = Ledger((Opaque(1, 1.0, 1e-3),))
+    pure = Ledger((Opaque(1, 1.0, 0.0),))
+    assert selection_epsilon(runs, [run], 1e-5, spent=spent).epsilon == math.inf
+    assert selection_epsilon(runs, [run], 2e-3, spent=spent).epsilon == pytest.approx(
+        selection_epsilon(runs, [run], 1e-3, spent=pure).epsilon, rel=1e-2
+    )
+    with pytest.raises(InvalidArgument, match="no delta of their own"):
+        selection_epsilon(runs, [run, spent], 1e-2)

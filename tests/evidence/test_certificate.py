@@ -122,7 +122,7 @@ def test_a_certificate_says_what_the_run_was(made):
     assert values["digest"] in shown
     assert re.findall(r"(?:src|href|url)\W", shown) == []  # self-contained
     jsonschema.validate(values, SCHEMA)
-    assert set(SCHEMA["properties"]) == {*values, "signature", "budget"}
+    assert set(SCHEMA["properties"]) == {*values, "signature", "search"}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**values, "steps": 3}, SCHEMA)
 

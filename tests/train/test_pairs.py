@@ -215,7 +215,7 @@ def test_a_private_search_releases_its_best_run_and_its_record(here, form):
     result = done(run("tune", "job.yaml", *SEARCH, *flags))
     assert "score: number of held-out pairs whose chosen answer gained more probability" in result.stdout
     found = record("run")
-    assert (found["schema"], found["epsilon"] <= 20, found["noise_key"]) == ("dpfunc.selection/2", True, "secret")
+    assert (found["schema"], found["epsilon"] <= 20, found["noise_key"]) == ("dpfunc.selection/3", True, "secret")
     chosen = found["candidates"][found["chosen"]]
     job, _ = saved_job(Path("run"))
     assert (job.lora.rank, job.training.learning_rate) == (chosen["rank"], pytest.approx(chosen["learning_rate"]))
@@ -225,8 +225,13 @@ def test_a_private_search_releases_its_best_run_and_its_record(here, form):
     done(run("generate", "run", "-n", 1, "--out", "texts.jsonl", "--max-new-tokens", 2, "--prompt", "the team"))
     assert json.loads(Path("texts.jsonl").read_text())["epsilon"] == found["epsilon"]
     assert "All agrees" in done(run("ledger", "check", "run")).output
+    done(run("certify", "run"))
+    (weights,) = Path("run/model").glob("*.safetensors")
+    checked = done(run("certify", "--check", "run/certificate.json", "--model", weights))
+    assert "It is not signed" in checked.output
+    weights.write_bytes(b"of another run")
     refused = run("certify", "run")
-    assert (refused.exit_code, "A private search leaves none: its record" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "Expected the weights that the search released" in refused.stderr) == (1, True)
 
 
 def test_a_public_search_writes_a_job_that_trains(here):

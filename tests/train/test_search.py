@@ -256,10 +256,10 @@ def test_the_best_run_alone_is_released(search, monkeypatch):
     best = max(range(len(made.scores)), key=made.scores.__getitem__)
     assert len(made.keys) == runs_of(2101, search) > 1
     assert len(set(made.keys)) == len(made.keys)
-    assert (Path(search.job.output_dir) / "model" / "weights").read_text() == made.keys[best].hex()
+    assert (Path(search.job.output_dir) / "model" / "a.safetensors").read_text() == made.keys[best].hex()
     assert record.chosen_score == pytest.approx(made.scores[best], abs=1e-6)
     assert nothing is None
-    assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
+    assert files(search) == ["job.json", "model", "model/a.safetensors", "privacy_accounting.json"]
     written = (Path(search.job.output_dir) / "privacy_accounting.json").read_text()
     assert SelectionRecord.from_json(written) == record
     left = "".join(path.read_text() for path in Path(search.job.output_dir).rglob("*") if path.is_file())
@@ -288,7 +288,8 @@ def test_nothing_tells_how_many_runs_there_were(search, monkeypatch, capfd):
         shape = {str(p.relative_to(folder)): len(p.read_text()) for p in (folder / "model").rglob("*")}
         assert min(path.stat().st_mtime for path in folder.rglob("*")) > before - 1
         record = json.loads((folder / "privacy_accounting.json").read_text())
-        hidden = {k: v for k, v in record.items() if k not in ("chosen", "chosen_score", "date", "digest")}
+        released = ("chosen", "chosen_score", "weights", "date", "digest")
+        hidden = {name: value for name, value in record.items() if name not in released}
         seen.append((shape, hidden, capfd.readouterr()))
     assert runs_of(2101, search) != runs_of(2102, search)
     assert seen[0] == seen[1]
@@ -359,8 +360,8 @@ def test_a_killed_search_goes_on_with_the_same_result(search, monkeypatch, inter
     found = run_search(search, resume=True, insecure_seed=2112)[0]
     assert first.keys + rest.keys[1:] == whole.keys
     assert dataclasses.replace(found, date="") == dataclasses.replace(expected, date="")
-    assert (Path(search.job.output_dir) / "model" / "weights").read_text() == (
-        Path(other.output_dir) / "model" / "weights"
+    assert (Path(search.job.output_dir) / "model" / "a.safetensors").read_text() == (
+        Path(other.output_dir) / "model" / "a.safetensors"
     ).read_text()
     with pytest.raises(CheckpointError, match="Expected an interrupted search"):
         check_search_folder(search.job, resume=True)
@@ -385,7 +386,7 @@ def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
     assert "search/state.json" in files(search)
     monkeypatch.setattr(searches.shutil, "rmtree", delete)
     assert run_search(search, resume=True, insecure_seed=2106)[1] is None
-    assert files(search) == ["job.json", "model", "model/weights", "privacy_accounting.json"]
+    assert files(search) == ["job.json", "model", "model/a.safetensors", "privacy_accounting.json"]
 
 
 CHANGED = {
