@@ -348,13 +348,13 @@ class Plan:
             raise wrong_type("noise that says its weights", "noise", self.noise)
         return math.hypot(*weights(self.run, step))
 
-    def step_limit(self, spent: Ledger) -> int:
-        """Number of steps that fit into the budget after `spent`; at most `num_steps`."""
+    def step_limit(self, spent: Ledger, start: int = 0) -> int:
+        """The step at which the budget ends after `spent`, which has those below `start`; at most `num_steps`."""
         if self.epsilon is None or not spent.events:
             return self.num_steps
-        return affordable_steps(
-            lambda steps: spent.compose(self.ledger(steps)),
-            epsilon=self.epsilon, delta=self.delta, limit=self.num_steps, method=self.accountant,
+        return start + affordable_steps(
+            lambda steps: spent.compose(Ledger(self.events(start, start + steps), self.adjacency)),
+            epsilon=self.epsilon, delta=self.delta, limit=self.num_steps - start, method=self.accountant,
         )  # fmt: skip
 
     def batches(self, state: Position, ranks: Ranks | None = None) -> Iterator[Tensor]:

@@ -113,6 +113,17 @@ def test_budget_over_two_phases():
         dataclasses.replace(plan, spent=3.0)
 
 
+@pytest.mark.parametrize("noises", [(1.0, 4.0), (4.0, 1.0)])
+def test_the_limit_of_a_run_that_goes_on_counts_its_later_steps(noises):
+    """Steps from the fifth on have another cost: what is left after the first ones, and some more, is for those."""
+    noise = Schedule(tuple((5, value) for value in noises))
+    plan = Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise, num_steps=10, delta=1e-5)
+    bounded = dataclasses.replace(plan, epsilon=plan.guarantee().epsilon)
+    again = plan.ledger(5).compose(Ledger(plan.events(5, 7)))  # two steps were drawn anew
+    assert bounded.step_limit(plan.ledger(5), 5) == 10
+    assert bounded.step_limit(again, 5) == 8
+
+
 def test_runs_share_one_budget():
     """Five runs, each with the ledger of those before it, use the budget up and no more; a sixth has no step left."""
     plan = Plan.for_budget(**BUDGET, runs=5)

@@ -86,12 +86,10 @@ def mixture(
         ratios = np.exp(exponents)
         raised = (weight * (each[:, 1:-1] - ratios[:, :-1] * plain[1:-1])).sum(axis=0)
         lowered = (weight * (ratios[:, 1:] * plain[1:-1] - each[:, 1:-1])).sum(axis=0) * np.exp(-log_ratio[1:])
-    if direction == "remove":
-        mass = losses.connected(log_ratio, mixed[1:-1], raised)
-        mass[0] += mixed[0]
-        losses.conserved(float(mass.sum()) + float(mixed[-1]))
-        return Atoms(mass, log_ratio, mixed[-1])
-    mass = losses.connected(-log_ratio[::-1], plain[1:-1][::-1], lowered[::-1])
-    mass[0] += plain[-1]
-    losses.conserved(float(mass.sum()) + float(plain[0]))
-    return Atoms(mass, -log_ratio[::-1], plain[0])
+    loss, p, gap = log_ratio, mixed, raised
+    if direction == "add":
+        loss, p, gap = -log_ratio[::-1], plain[::-1], lowered[::-1]
+    mass = losses.connected(loss, p[1:-1], gap)
+    mass[0] += p[0]
+    losses.conserved(float(mass.sum()) + float(p[-1]))
+    return Atoms(mass, loss, p[-1])

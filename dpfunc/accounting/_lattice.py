@@ -89,12 +89,7 @@ def _cells(q: float, s: float, ends: Array, width: float, direction: Direction) 
     low, high = losses.loss_of(q, s, ends, direction)
     loss = low + width * np.arange(math.ceil((high - low) / width) + 1)
     x = np.maximum.accumulate(np.append(ends[0], losses.point(q, s, loss[1:], direction)))
-    parts = losses.part_masses(s, np.concatenate([[-np.inf], x, [np.inf]]), direction)
-    p, other = (1 - q) * parts[0] + q * parts[1:]
-    mass = losses.connected(loss, p[1:-1], losses.above(q, s, x[:-1], parts[:, 1:-1], direction))
-    mass[0] += p[0]
-    losses.conserved(p.sum(), float(mass @ np.exp(-loss)) - p[0] * math.exp(-low) + other[0] + other[-1])
-    return Atoms(mass, loss, p[-1])
+    return losses.atoms(q, s, x, direction, loss)
 
 
 def _apart(law: Atoms, width: float) -> Atoms:

@@ -155,9 +155,12 @@ def connected(loss: Array, cells: Array, gap: Array) -> Array:
     return mass
 
 
-def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction) -> Atoms:
-    """The atoms for cells with the ends x (.., n), for q and s that are numbers, or (.., 1); what is below is x[0]."""
-    loss = loss_of(q, s, x, direction)
+def atoms(q: Array | float, s: Array | float, x: Array, direction: Direction, loss: Array | None = None) -> Atoms:
+    """The atoms for cells with the ends x (.., n), for q and s that are numbers, or (.., 1); what is below is x[0].
+
+    `loss` are the losses at the ends, where they are known.
+    """
+    loss = loss_of(q, s, x, direction) if loss is None else loss
     infinity = np.full_like(x[..., :1], np.inf)
     parts = part_masses(s, np.concatenate([-infinity, x, infinity], axis=-1), direction)
     p, q_ = (1 - q) * parts[0] + q * parts[1:]

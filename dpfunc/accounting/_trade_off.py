@@ -14,7 +14,8 @@ from dpfunc._utils.validation import expect, non_negative, open_unit, unit_inter
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._search import falling_root, least
-from dpfunc.accounting.accountant import ROUNDING, all_take_part, largest_loss, sole_laws
+from dpfunc.accounting.accountant import ROUNDING, all_take_part, sole_laws
+from dpfunc.accounting.events import largest_loss
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event

@@ -19,7 +19,7 @@ from dpfunc.accounting._prv import epsilon_at, prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting._tilted import tilted_epsilon
-from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, divided, extremes, has_both, law_kind, law_of
+from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, divided, has_both, largest_loss, law_kind, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
 
@@ -114,13 +114,6 @@ _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its
 def all_take_part(events: tuple[Event, ...]) -> bool:
     """True for Gaussian steps with batches of all records."""
     return all(type(event) is Event and event.sampling_prob == 1 for event in events)
-
-
-def largest_loss(events: tuple[Event, ...], adjacency: Adjacency) -> tuple[float, float]:
-    """The delta at which epsilon is the largest finite loss of a ledger's law, and this epsilon, or inf."""
-    plain, special = divided(events)
-    lost, worst = extremes(special, DIRECTIONS[adjacency])
-    return lost, math.inf if plain else worst
 
 
 def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str, fine: bool) -> _Bound:

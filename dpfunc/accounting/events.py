@@ -17,7 +17,7 @@ import numpy as np
 from dpfunc._utils.validation import below_one, checked, expect, non_negative, positive, real
 from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import Array, Atoms, Direction, TiltedUnavailable, tilt
+from dpfunc.accounting._losses import DIRECTIONS, Array, Atoms, Direction, TiltedUnavailable, tilt
 from dpfunc.accounting._pairs import CELLS, FINE_CELLS, LARGEST_LOSS, capped, epoch, laplace, stated
 from dpfunc.accounting.mechanisms import (
     DiscreteGaussian,
@@ -28,7 +28,7 @@ from dpfunc.accounting.mechanisms import (
     Tree,
     WithoutNoise,
 )
-from dpfunc.types import Allocated, Capped, Event
+from dpfunc.types import Adjacency, Allocated, Capped, Event
 
 
 def _largest(name: str, value: object) -> float:
@@ -182,15 +182,15 @@ def law_of(event: Event, direction: Direction, fine: bool = False) -> Atoms:
     return _LOSSES[type(event)].of(event, direction, FINE_CELLS if fine else CELLS)
 
 
-def extremes(special: tuple[Event, ...], directions: tuple[Direction, ...]) -> tuple[float, float]:
+def largest_loss(events: tuple[Event, ...], adjacency: Adjacency) -> tuple[float, float]:
     """Probability of an infinite loss of all events together, and the largest finite one, of the costlier order.
 
-    The largest loss is infinite where a kind is not pure. Both are rounded.
+    At a delta of this probability epsilon is this loss, which is infinite where a kind is not pure. Both are rounded.
     """
-    given = [event for event in special if law_kind(event) == LOSSES]
-    pure = len(given) == len(special) and all(_LOSSES[type(event)].pure for event in given)
+    given = [event for event in events if law_kind(event) == LOSSES]
+    pure = len(given) == len(events) and all(_LOSSES[type(event)].pure for event in given)
     lost, worst = 0.0, 0.0
-    for direction in directions:
+    for direction in DIRECTIONS[adjacency]:
         laws = [(as_float(event.num_steps), law_of(event, direction)) for event in given]
         with np.errstate(divide="ignore"):
             lost = max(lost, -math.expm1(math.fsum(steps * float(np.log1p(-law.infinite)) for steps, law in laws)))

@@ -14,7 +14,8 @@ from dpfunc._utils.validation import below_one, expect, open_unit, positive, rea
 from dpfunc.accounting._losses import Array
 from dpfunc.accounting._rdp import ORDERS, composed_curve, converted
 from dpfunc.accounting._search import MOST_NOISE, falling_root, least_scale
-from dpfunc.accounting.accountant import Guarantee, largest_loss, renyi_events
+from dpfunc.accounting.accountant import Guarantee, renyi_events
+from dpfunc.accounting.events import largest_loss
 from dpfunc.accounting.ledger import Ledger, compose
 from dpfunc.errors import UnreachableBudget
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import one_of, refuse, shorten, unique_json
-from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.accounting import Ledger
 from dpfunc.checkpoint._format import difference, key_of, state_from_dict
 from dpfunc.checkpoint.journal import Taken, whole_ledger
 from dpfunc.distributed._object_collectives import digest_over_ranks, rank_and_size
@@ -252,10 +252,4 @@ def _with_lineage(state: StepState, history: History, plan: Plan) -> tuple[StepS
 
 def _within_budget(state: StepState, plan: Plan) -> StepState:
     """The state with the step at which the budget ends; steps already charged cost nothing."""
-    if plan.epsilon is None:
-        return state
-    start = state.charged
-    return state._replace(limit=start + affordable_steps(
-        lambda steps: state.ledger.compose(Ledger(plan.events(start, start + steps), plan.adjacency)),
-        epsilon=plan.epsilon, delta=plan.delta, limit=max(state.limit - start, 0), method=plan.accountant,
-    ))  # fmt: skip
+    return state._replace(limit=min(state.limit, plan.step_limit(state.ledger, state.charged)))

@@ -64,26 +64,14 @@ class Part(NamedTuple):
         return self.window.shape
 
 
-# Memory in which tiles of up to a size are drawn, and a stream that is opened again for each; for one thread.
-Room = tuple["Scratch", Words]
-
-
-def room_for(size: int) -> Room:
-    """Memory for one tile of up to this size or for several smaller ones, and a stream."""
-    return scratch(words_for(size) + len(_BETWEEN)), Words()
-
-
-def tile(key: Key, name: str, number: int, size: int = TILE, room: Room | None = None) -> npt.NDArray[np.float64]:
+def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.float64]:
     """The first `size` numbers of one tile of a parameter: float64 standard normals, tails as far as float64 goes.
-
-    They stay in the memory of the room until it is used again.
 
     Guarantees:
         tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
         tiles, parameters and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
     """
-    memory, words = room or room_for(size)
-    return normals(words.opened(fold_in(key, "normal", name, number)), size, memory)
+    return normals(Words().opened(fold_in(key, "normal", name, number)), size)
 
 
 class Tile(NamedTuple):
@@ -145,7 +133,7 @@ def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[st
     others = min(threads or _cores(), len(jobs)) - 1
 
     def draw() -> None:
-        memory, words = room_for(largest)
+        memory, words = scratch(words_for(largest) + len(_BETWEEN)), Words()  # of this thread
         while True:
             try:
                 group = jobs.popleft()
@@ -333,30 +321,21 @@ def scratch(count: int) -> Scratch:
     )
 
 
-def normals(draw: Callable[[int], _Words], size: int, room: Scratch | None = None) -> _Floats:
+def normals(draw: Callable[[int], _Words], size: int) -> _Floats:
     """The first `size` standard normals that numpy's `Generator` would make of the words of a stream, `draw(n)`.
-
-    They are in the scratch memory: copy them before it is used again.
 
     Guarantees:
         tests/noise/test_streams.py: numpy's numbers for every word (test_numpy_agrees,
         test_numpy_agrees_on_rare_words), the law (test_layers_are_under_the_curve), the same bits on processors with
         other instructions (test_other_instructions).
     """
-    total = words_for(size)
-    if room is None or len(room.words) < total:
-        room = scratch(total)
-    room.words[:total] = draw(total)
+    words = draw(words_for(size))
     while True:
-        words = room.words[:total]
-        numbers, doubtful = _products(words, room)
+        numbers, doubtful = _products(words, scratch(len(words)))
         count = _squeeze(numbers, *_decide(words, numbers, doubtful))
         if count >= size:
             return numbers[:size]
-        total += words_for(size - count)
-        room = scratch(total)
-        room.words[: len(words)] = words
-        room.words[len(words) :] = draw(total - len(words))
+        words = np.concatenate([words, draw(words_for(size - count))])
 
 
 # Padding between the words of tiles that are made together: each is a number at once, and two of them end a draw from

@@ -27,8 +27,10 @@ class Average(Protocol):
         """The state with the parameters after one more step; nothing is written into either."""
 
 
-def _begin() -> dict[str, Any]:
-    return {"step": 0, "params": {}}
+class _FromNothing:
+    def begin(self) -> dict[str, Any]:
+        """The state before the first step."""
+        return {"step": 0, "params": {}}
 
 
 def _add(state: dict[str, Any], params: Params, weight: float) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def _add(state: dict[str, Any], params: Params, weight: float) -> dict[str, Any]
 @named
 @dataclass(frozen=True)
 @checked({"decay": open_unit})
-class Ema:
+class Ema(_FromNothing):
     """Exponential moving average: the parameters of a step have `decay` times the weight of those of the next one.
 
     After t steps the average is `(1 - d) / (1 - d^t) sum_s d^(t - s) params_s`: those before the first step have no
@@ -72,10 +74,6 @@ class Ema:
 
     decay: float
 
-    def begin(self) -> dict[str, Any]:
-        """The state before the first step."""
-        return _begin()
-
     def add(self, state: dict[str, Any], params: Params) -> dict[str, Any]:
         """The state with the parameters after one more step."""
         return _add(state, params, (1 - self.decay) / (1 - self.decay ** (state["step"] + 1)))
@@ -83,7 +81,7 @@ class Ema:
 
 @named
 @dataclass(frozen=True)
-class LastSteps:
+class LastSteps(_FromNothing):
     """The mean of the parameters after the last steps of a run; before these, the parameters themselves.
 
     Shejwalkar et al. 2022, Recycling Scraps: Improving Private Learning by Leveraging Intermediate Checkpoints (UTA).
@@ -109,10 +107,6 @@ class LastSteps:
     def __post_init__(self) -> None:
         count = integer("count", self.count, minimum=1)
         set_fields(self, {"count": count, "num_steps": integer("num_steps", self.num_steps, minimum=count)})
-
-    def begin(self) -> dict[str, Any]:
-        """The state before the first step."""
-        return _begin()
 
     def add(self, state: dict[str, Any], params: Params) -> dict[str, Any]:
         """The state with the parameters after one more step."""
