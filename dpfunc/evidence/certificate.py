@@ -290,7 +290,10 @@ def _read_run(folder: Path) -> _Part:
     """The record of a run and the steps in its journal, which must agree, and the digests of its files."""
     expect((folder / RECORD_FILE).is_file(), f"the folder of a run with {RECORD_FILE} in it", "run", str(folder))
     journals = sorted(folder.glob("*journal.jsonl"))
-    expect(len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals))
+    expect(
+        len(journals) == 1, "one journal (*journal.jsonl) in the folder of the run", "journals", len(journals),
+        "" if journals else "A private search leaves none: certify it apart.",
+    )  # fmt: skip
     record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
     counted = whole_ledger(runs.values())
     if record.run not in runs or counted != record.ledger:

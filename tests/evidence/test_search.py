@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from certified import trained
 from forgeries import altered, reshaped
 from search_cases import FOUND, NOTHING, RECORD, left, own, search_record
 from text_job import run as invoke
@@ -237,6 +238,9 @@ def test_runs_and_evidence_beside_a_search_are_refused(made, tmp_path):
     for options in ({"beside": [tmp_path]}, {"evidence": [tmp_path / "replay.json"]}):
         with pytest.raises(InvalidArgument, match="no runs beside a search, and no evidence"):
             certify(made.parent, **options)
+    trained(tmp_path / "run")
+    with pytest.raises(InvalidArgument, match="A private search leaves none: certify it apart"):
+        certify(tmp_path / "run", beside=[made.parent])
 
 
 def test_the_command(made, tmp_path):
