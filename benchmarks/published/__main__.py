@@ -112,9 +112,10 @@ def tables(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         published = "" if row.published is None else f"{scale * row.published:.4g}"
         if theirs:
             published = f"{shown(row, theirs)}, run here"
+        source = f"[{row.source}]({row.link})" if row.link else row.source
         stated = "" if row.published_epsilon is None else f"{row.published_epsilon:g}"
         figures.append([
-            f"`{name}`", row.title, f"[{row.source}]({row.link})", stated, f"{result['epsilon']:.4f}", published,
+            f"`{name}`", row.title, source, stated, f"{result['epsilon']:.4f}", published,
             shown(row, ours), compared(row, ours),
         ])  # fmt: skip
         setting = row.setting
