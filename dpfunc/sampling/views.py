@@ -4,7 +4,7 @@ May import: its folder, batches, rng and below. Trusted: yes.
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,31 @@ from dpfunc._utils.validation import expect
 from dpfunc.batches import tree_map
 
 
-def mean_over_views(sample_loss: Callable[..., Any]) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class MeanOverViews:
+    """A loss of records with several views; see `mean_over_views`."""
+
+    sample_loss: Callable[..., Any]
+
+    def __call__(self, *parameters_and_batch: Any) -> Any:
+        """The loss of each record (B,), from (params, batch) or (forward, params, batch)."""
+        *before, batch = parameters_and_batch
+        shapes = {tuple(leaf.shape[:2]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        expect(
+            len(shapes) == 1 and len(next(iter(shapes))) == 2, "a batch with leaves of shape (B, K, ...)", "shapes",
+            sorted(shapes), "Take it of plan.loader(..., views=K).",
+        )  # fmt: skip
+        (shape,) = shapes
+        found = self.sample_loss(*before, tree_map(lambda leaf: leaf.flatten(0, 1), batch))
+
+        def mean(values: Tensor) -> Tensor:
+            views = values if values.is_floating_point() else values.float()
+            return views.unflatten(0, shape).mean(1)  # type: ignore[no-any-return]  # untyped in torch
+
+        return tree_map(mean, found)
+
+
+def mean_over_views(sample_loss: Callable[..., Any]) -> MeanOverViews:
     """The loss of a record: the mean of the losses of its K views, `sum_k loss_k / K`.
 
     Its gradient is the mean of the gradients of the views, which is then clipped, as one. So a record costs what it
@@ -42,21 +66,4 @@ def mean_over_views(sample_loss: Callable[..., Any]) -> Callable[..., Any]:
     >>> loss({"w": torch.tensor(1.0)}, torch.tensor([[1.0, 3.0], [5.0, 7.0]]))
     tensor([2., 6.])
     """
-    return partial(_mean_over_views, sample_loss)
-
-
-def _mean_over_views(sample_loss: Callable[..., Any], *parameters_and_batch: Any) -> Any:
-    *before, batch = parameters_and_batch
-    shapes = {tuple(leaf.shape[:2]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
-    expect(
-        len(shapes) == 1 and len(next(iter(shapes))) == 2, "a batch with leaves of shape (B, K, ...)", "shapes",
-        sorted(shapes), "Take it of plan.loader(..., views=K).",
-    )  # fmt: skip
-    (shape,) = shapes
-    found = sample_loss(*before, tree_map(lambda leaf: leaf.flatten(0, 1), batch))
-
-    def mean(values: Tensor) -> Tensor:
-        views = values if values.is_floating_point() else values.float()
-        return views.unflatten(0, shape).mean(1)  # type: ignore[no-any-return]  # untyped in torch
-
-    return tree_map(mean, found)
+    return MeanOverViews(sample_loss)

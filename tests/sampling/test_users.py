@@ -17,6 +17,7 @@ from dpfunc.clipped import clipped_grad
 from dpfunc.engines import auto, ghost, loop, vmap
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
+from dpfunc.sampling import mean_over_views
 from dpfunc.sampling.users import group_by_person, mean_over_texts
 
 KEY = insecure_key(7)
@@ -215,8 +216,9 @@ def test_bad_input_of_persons(name):
         call()
 
 
-def test_a_loss_of_persons_is_a_value():
-    assert mean_over_texts(classify) == mean_over_texts(classify)
+@pytest.mark.parametrize("mean_over", [mean_over_texts, mean_over_views])
+def test_a_loss_of_several_rows_a_record_is_a_value(mean_over):
+    assert mean_over(classify) == mean_over(classify)
 
 
 def test_aux_of_a_person_is_the_mean_over_the_texts():
