@@ -354,7 +354,7 @@ class Plan:
             return self.num_steps
         return start + affordable_steps(
             lambda steps: spent.compose(Ledger(self.events(start, start + steps), self.adjacency)),
-            epsilon=self.epsilon, delta=self.delta, limit=self.num_steps - start, method=self.accountant,
+            epsilon=self.epsilon, delta=self.delta, limit=max(self.num_steps - start, 0), method=self.accountant,
         )  # fmt: skip
 
     def batches(self, state: Position, ranks: Ranks | None = None) -> Iterator[Tensor]:

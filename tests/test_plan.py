@@ -122,6 +122,7 @@ def test_the_limit_of_a_run_that_goes_on_counts_its_later_steps(noises):
     again = plan.ledger(5).compose(Ledger(plan.events(5, 7)))  # two steps were drawn anew
     assert bounded.step_limit(plan.ledger(5), 5) == 10
     assert bounded.step_limit(again, 5) == 8
+    assert bounded.step_limit(plan.ledger(), 12) == 12  # behind the end there is no step, and no error
 
 
 def test_runs_share_one_budget():
