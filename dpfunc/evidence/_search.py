@@ -5,7 +5,7 @@ May import: its folder, checkpoint and below. Trusted: no.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dpfunc.types import Event
 
 @dataclass(frozen=True)
 class Counted:
-    """What a search has cost: see `SelectionRecord`."""
+    """All that the epsilon of a search follows from; the fields are those of `SelectionRecord`."""
 
     runs: RunCount
     ledgers: tuple[Ledger, ...]
@@ -64,11 +64,10 @@ def counted(values: Mapping[str, Any]) -> Counted:
     )
 
 
-def facts_of(folder: Path, record: SelectionRecord) -> dict[str, Any]:
-    """What a certificate of a search takes from its folder, where the released weights must be those of its record."""
+def facts_of(folder: Path, record: SelectionRecord, weights: Sequence[str]) -> dict[str, Any]:
+    """The facts in a certificate of a search: its record, and digests of its weights, which the record must name."""
     expect(record.settings is not None, "a search that released a model", "chosen", record.chosen, "Its record, which "
            "dpfunc ledger check computes again, says what it has cost.")  # fmt: skip
-    weights = [*map(sha256, sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")]))]
     expect(
         sorted(weights) == sorted(record.weights), "the weights that the search released, by the digests in its record",
         "model", weights, "They were changed, or are of another run: restore them.",
@@ -87,7 +86,7 @@ def facts_of(folder: Path, record: SelectionRecord) -> dict[str, Any]:
         "search": cost.values(),
         "earlier": [to_values(event) for event in record.spent.events],
         "digests": {
-            "model": weights, "record": sha256(folder / RECORD_FILE), "code": [sha256(job)] if job.is_file() else [],
+            "model": [*weights], "record": sha256(folder / RECORD_FILE), "code": [sha256(job)] if job.is_file() else [],
         },
         "versions": plain["versions"],
     }  # fmt: skip

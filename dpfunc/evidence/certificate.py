@@ -83,8 +83,8 @@ _ERRORS = {
 }
 
 
-# Assumptions of a search alone.
-_OF_A_SEARCH = {
+# Assumptions of a search alone, about its accountant and its runs.
+_OF_A_SEARCH: dict[str, bool | None] = {
     "A second accountant, which shares no code with the first, has found this epsilon.": False,
     "The grid and the law of the number of runs were chosen without a look at the records.": None,
     "Nobody has seen how many runs there were, or any run but the released one.": None,
@@ -148,7 +148,7 @@ def certify(
     if isinstance(found, SelectionRecord):
         others = [*map(str, (*evidence, *beside))]
         expect(not others, "no runs beside a search, and no evidence", "files", others, "Certify the runs apart.")
-        values = {"schema": SEARCH, **facts_of(folder, found)}
+        values = {"schema": SEARCH, **facts_of(folder, found, _weights(folder))}
     else:
         expect(
             not beside or not place.is_file(), "no runs beside one with its place in a budget, which counts all runs",
@@ -295,23 +295,26 @@ def _read_run(folder: Path) -> _Part:
         "" if journals else "A private search leaves none: certify it apart.",
     )  # fmt: skip
     record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
-    counted = whole_ledger(runs.values())
-    if record.run not in runs or counted != record.ledger:
+    charged = whole_ledger(runs.values())
+    if record.run not in runs or charged != record.ledger:
         raise InvalidArgument(
-            f"Expected a record of all that the journal has, {counted} of {[*runs]}, got one of {record.ledger} of run "
+            f"Expected a record of all that the journal has, {charged} of {[*runs]}, got one of {record.ledger} of run "
             f"{record.run!r}. What the record claims cannot be derived. Make the record at the end of the run, or "
             "restore it, with the journal of its own run."
         )
     lines, job = chain.read_chain(journals[0]), folder / "job.json"
-    # files of the released model: checkpoints, which hold the key, are in folders of their own
-    weights = sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")])
     code = {str(line.get("code") or "") for _, line in lines} | {sha256(job) if job.is_file() else ""}
     file = sha256(folder / RECORD_FILE)
-    return _Part(record, runs, lines[-1][0].digest, file, [*map(sha256, weights)], code - {""})
+    return _Part(record, runs, lines[-1][0].digest, file, _weights(folder), code - {""})
+
+
+def _weights(folder: Path) -> list[str]:
+    """Digests of the files of the released model; checkpoints, which hold the key, are in folders of their own."""
+    return [*map(sha256, sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")]))]
 
 
 def _facts_of_runs(parts: Sequence[_Part]) -> dict[str, Any]:
-    """What a certificate takes from the folders of runs."""
+    """The facts in a certificate of runs: record and steps of all of them, and digests of their files."""
     record, runs = _together(parts)
     plain, earlier = json.loads(record.to_json()), record.ledger.beyond(steps_ledger(runs.values()))
     small = all(record.delta * part.record.dataset_size < 1 for part in parts)
@@ -512,17 +515,17 @@ def _compare_with_opacus(ledger: Ledger, delta: float, result: Mapping[str, Any]
     )  # fmt: skip
 
 
-def _own_events(values: Mapping[str, Any]) -> list[Event]:
-    """The events of a certificate, without earlier runs; of a search those of all candidates."""
-    if "search" in values:
-        return [from_values(event) for events in values["search"]["candidates"] for event in events]
-    return [*ledger_of({**values, "earlier": []}).events]
-
-
 def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Assumptions of the claim: met by what was recorded, not met, or (null) nothing that a run can show."""
     claim, how = values["claim"], values["mechanism"]
-    budget, events = claim["target_epsilon"], _own_events(values)
+    budget = claim["target_epsilon"]
+    if values["schema"] == SEARCH:
+        events = counted(values).events
+        of_accountants = _OF_A_SEARCH
+    else:
+        events = ledger_of({**values, "earlier": []}).events
+        second = values["result"]["accountants"][1]["name"]
+        of_accountants = {"The two accountants share no code.": second == "opacus"}
     held: dict[str, bool | None] = {}
     for each in values["evidence"]:  # of other code it shows nothing, but what it has found there
         shows = (True if each["same_code"] else None) if each["holds"] else False
@@ -539,13 +542,7 @@ def _assumptions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + _ROUNDING),
         "The number of records is not published by the record of the run.": EXACT_SIZE not in claim["not_covered"],
-        **(
-            _OF_A_SEARCH
-            if "search" in values
-            else {
-                "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus",
-            }
-        ),
+        **of_accountants,
         "On neighbouring records nothing moves but the clipped sum (replay).": held.get("replay"),
         "Guesses which canaries were in do not refute the claim (audit).": held.get("audit"),
         **({"Results of replays and audits are as their files say: nobody has signed these.": None} if held else {}),

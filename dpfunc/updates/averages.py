@@ -28,6 +28,8 @@ class Average(Protocol):
 
 
 class _FromNothing:
+    """An average that has no parameters before the first step."""
+
     def begin(self) -> dict[str, Any]:
         """The state before the first step."""
         return {"step": 0, "params": {}}
