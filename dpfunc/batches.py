@@ -164,8 +164,14 @@ def take(batch: Batch, indices: Tensor) -> Batch:
     {'x': tensor([3, 1])}
 
     Raises:
-        InvalidArgument: something else than tensors, or too few rows.
+        InvalidArgument: something else than tensors, indices of another kind, or too few rows.
     """
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.ndim != 1:
+        given = f"{indices.dtype} of {indices.ndim} axes" if isinstance(indices, Tensor) else type(indices).__name__
+        raise InvalidArgument(
+            f"Expected indices to be a tensor of int64 with one axis, got {given}. Pass what plan.batches gives, "
+            "torch.tensor(list_of_numbers), or mask.nonzero()[:, 0]."
+        )
 
     def chosen(leaf: Tensor) -> Tensor:
         if not isinstance(leaf, Tensor):

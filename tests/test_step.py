@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from cases import as_batch, flat, linear_loss, params, random_rows
@@ -599,6 +600,17 @@ def test_parameters_that_the_loss_does_not_use_are_said(engine):
 def test_data_that_are_shorter_than_the_plan_says_are_told():
     with pytest.raises(InvalidArgument, match="a tensor of 3 rows, fewer than the plan has records"):
         take({"x": torch.ones(3, 2)}, torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("indices", "given"),
+    [(range(2), "range"), ([0, 1], "list"), (np.arange(2), "ndarray"), (1, "int"), (torch.tensor(1), "0 axes"),
+     (torch.tensor([True, False, True]), "torch.bool"), (torch.tensor([0.0]), "float32"), (torch.zeros(1, 1).long(), "2 axes")],
+    ids=str,
+)  # fmt: skip
+def test_rows_are_taken_by_a_tensor_of_whole_numbers(indices, given):
+    with pytest.raises(InvalidArgument, match=f"a tensor of int64 with one axis, got .*{given}"):
+        take({"x": torch.ones(3, 2)}, indices)
 
 
 def test_errors_of_the_loss_itself_come_through():
