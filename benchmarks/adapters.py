@@ -73,16 +73,21 @@ def pairs_of(name: str) -> list[tuple[str, str]]:
     return [(" ".join(text.split()[:12]), label) for text, label in news()]
 
 
-def load(name: str) -> Data:
-    """A data set by name."""
+def chosen(name: str) -> list[tuple[str, str]]:
+    """The records of a data set with their classes, in an order that does not depend on them."""
     pairs = pairs_of(name)
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))[: MOST[name]].tolist()
-    tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
-    most = {"padding": "max_length", "truncation": True, "max_length": TOKENS[name], "return_tensors": "pt"}
-    tokens = tokenizer([pairs[row][0] for row in order], **most)
+    return [pairs[row] for row in order]
+
+
+def tokenized(pairs: list[tuple[str, str]], model: str, tokens: int) -> Data:
+    """Texts as the tokenizer of a model gives them, all of one length."""
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    most = {"padding": "max_length", "truncation": True, "max_length": tokens, "return_tensors": "pt"}
+    found = tokenizer([text for text, _ in pairs], **most)
     classes = sorted({label for _, label in pairs})
-    labels = torch.tensor([classes.index(pairs[row][1]) for row in order])
-    return Data(tokens["input_ids"], tokens["attention_mask"], labels, len(classes))
+    labels = torch.tensor([classes.index(label) for _, label in pairs])
+    return Data(found["input_ids"], found["attention_mask"], labels, len(classes))
 
 
 def adapted(kind: str, classes: int, seed: int) -> tuple[Any, Any]:
@@ -223,7 +228,7 @@ def main(names: tuple[str, ...], kinds: tuple[str, ...], seeds: int, rates: str,
         return row["data"], row["kind"], row["rates"], row["seed"]
 
     for name in names:
-        data = load(name)
+        data = tokenized(chosen(name), MODEL, TOKENS[name])
         hidden = lower(adapted("LoRA", data.classes, 0)[1], data)
         for seed in range(seeds):
             for kind in kinds:

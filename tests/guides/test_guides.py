@@ -20,9 +20,10 @@ from jobs import document
 from pages import ROOT, text_of
 from search_cases import left
 from text_job import run
+from text_job import write_model as write_encoder
 from tiny_models import NAME, write_model
 from trainer_cases import classifier, labelled, training_arguments
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer
 from workers import run as on_processes
 
 import dpfunc
@@ -177,9 +178,12 @@ def test_loop(here, capsys):
 def test_peft(here, capsys):
     """The own loop, saving, several adapters, prefix tuning, checkpointing; with a tiny model."""
     write_model(here / "model")
+    write_encoder(here / "encoder", "bert")
+    code = "\n".join(blocks("peft.md")).replace(NAME, str(here / "model"))
+    encoder = re.search(r'^ENCODER = "(.*)"$', code, re.MULTILINE)[1]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable. is deprecated")  # PEFT calls it
-        names = execute("\n".join(blocks("peft.md")).replace(NAME, str(here / "model")))
+        names = execute(code.replace(encoder, str(here / "encoder")))
     assert names["state"].step == 30
     saved = sorted(path.name for path in (here / "adapter").iterdir())
     assert saved == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
@@ -187,16 +191,28 @@ def test_peft(here, capsys):
     assert len(names["ffa"]) == len(names["params"]) / 2
     assert adapters.tables(rows_of(adapters.RESULT))["adapters"] in text_of("guides/peft.md")
     assert "causal_lm" in capsys.readouterr().out
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(here / "encoder")
-    adapter = names["LoraConfig"](task_type="SEQ_CLS", r=2, layers_to_transform=[1])
-    rows = {"input_ids": torch.randint(1, 50, (40, 6)), "attention_mask": torch.ones(40, 6, dtype=torch.long)}
-    trained, ledger = names["private_classifier"](
-        str(here / "encoder"), adapter, rows, torch.arange(40) % 2, 2, epsilon=8.0, delta=1e-3
-    )
+    assert 2.9 < names["spent"].epsilon(1e-4).epsilon <= 3.0
+
+
+def test_peft_the_loop_of_a_classifier(here, capsys):
+    """In a folder of its own, without the other blocks; what it saves opens, and adapters beside a head are trained."""
+    write_encoder(here / "encoder", "bert")
+    (code,) = (block for block in blocks("peft.md") if "def private_head" in block)
+    names = execute(re.sub(r'^ENCODER = ".*"$', 'ENCODER = "encoder"', code, flags=re.MULTILINE))
+    assert re.search(r"tensor\(\d\.\d*\) .*epsilon=2\.9", capsys.readouterr().out)
+    names["classifier"].save_pretrained("classifier")
+    inputs = {name: names["rows"][name][:4] for name in ("input_ids", "attention_mask")}
+    again = names["load_mean_pooled"]("classifier")
+    torch.testing.assert_close(again(**inputs).logits, names["classifier"](**inputs).logits)
+    labels = torch.arange(400) % 2
+    trained, ledger = names["private_lora"]("encoder", names["rows"], labels, 2, epsilon=8.0, delta=1e-3)
     assert ledger.num_steps == 40
     assert 7.9 < ledger.epsilon(1e-3).epsilon <= 8.0
-    assert trained(**rows).logits.shape == (40, 2)
+    assert trained(**inputs).logits.shape == (4, 2)
+    zero = ("lora_B", "modules_to_save")  # where they begin
+    begun = {name: value for name, value in trained.named_parameters() if any(mark in name for mark in zero)}
+    assert len(begun) == 3
+    assert all(value.any() for value in begun.values())
 
 
 @pytest.mark.slow
