@@ -63,9 +63,8 @@ downloads: $(VENV)/dev .cache/dp_accounting/installed
 # Tests start many processes, and each would compile the source anew where the environment forbids to keep bytecode.
 # Files begin in the order of tests/conftest.py.
 PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-# Lines of dpfunc that the tests run in their own processes; those of the programs that they start are not seen. After so
-# many calls of a line that was seen before, functions without what notes their lines are looked for, which takes long.
-COVERAGE := -m slipcover --threshold 5000 --source dpfunc --json --out build/coverage.json
+# Lines of dpfunc that the tests run in their own processes; those of the programs that they start are not seen.
+COVERAGE := -m slipcover --source dpfunc --json --out build/coverage.json
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 
 test: check downloads

@@ -25,6 +25,11 @@ os.fsync = lambda handle: None
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Lines of dpfunc that run are noted by slipcover, and its workers do not hear of a --threshold. After so many calls of a line
+# that was seen before, it looks for functions without what notes their lines, at 40 ms and more a time, for most lines of dpfunc.
+if (coverage := getattr(sys.modules.get("slipcover.pytest_plugin"), "_slipcover_instance", None)) is not None:
+    coverage.d_miss_threshold = 100_000
+
 # The files that take longest. They begin first: if one begins last, the other processes wait for its end.
 _LONGEST = (
     "test_launch.py", "test_isolation_zoo.py", "test_kept_state.py", "test_parity.py", "test_engine_rules.py",
