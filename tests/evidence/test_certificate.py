@@ -25,21 +25,13 @@ from dpfunc.accounting._trade_off import RATES, curve, true_positives
 from dpfunc.accounting.record import Record
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.evidence import Audit, Replay, certify, check
+from dpfunc.evidence._figures import _OPACUS, by_renyi, compare_with_opacus
 from dpfunc.evidence._one_run import Guesses
 from dpfunc.evidence._page import page
 from dpfunc.evidence._result import audit_values
-from dpfunc.evidence.certificate import (
-    _OPACUS,
-    NO_WEIGHTS,
-    NOBODY,
-    _assumptions,
-    _by_renyi,
-    _canonical,
-    _compare_with_opacus,
-    _digest,
-    ledger_of,
-)
-from dpfunc.evidence.certificate import SCHEMA as SCHEMA_NAME
+from dpfunc.evidence._runs import RUNS, ledger_of
+from dpfunc.evidence._signature import canonical, digest_of
+from dpfunc.evidence.certificate import NO_WEIGHTS, NOBODY, _assumptions
 from dpfunc.noise import BISR, Correlated
 from dpfunc.types import Event, Schedule
 
@@ -77,8 +69,8 @@ def agrees(path, **options):
 def rewritten(path, change):
     """A forged certificate: other values, and the digest that fits them."""
     values = change(values_of(path)) or values_of(path)
-    values["digest"] = _digest(values)
-    path.write_text(_canonical(values))
+    values["digest"] = digest_of(values)
+    path.write_text(canonical(values))
     return path
 
 
@@ -261,7 +253,7 @@ def whole(made, tmp_path_factory, keys):
 def holds(values, path, **options):
     """True if these values, with the digest that fits them, are accepted."""
     try:
-        path.write_text(_canonical({**values, "digest": _digest(values)}))
+        path.write_text(canonical({**values, "digest": digest_of(values)}))
         return agrees(path, **options)
     except InvalidArgument:
         return False
@@ -472,13 +464,13 @@ def test_the_second_accountant_is_opacus(tmp_path):
     for q, sigma, steps in ((1e-4, 0.5, 10**4), (0.01, 1.0, 1000), (0.3, 2.0, 10), (1.0, 30.0, 1)):
         ledger = Ledger((Event(q, sigma, steps),))
         for delta in (1e-5, 1e-9):
-            _compare_with_opacus(ledger, delta, {"accountants": [{}, {"epsilon": _by_renyi(ledger, delta)}]})
+            compare_with_opacus(ledger, delta, {"accountants": [{}, {"epsilon": by_renyi(ledger, delta)}]})
     with pytest.raises(InvalidArgument, match="by the accountant of Opacus"):
-        _compare_with_opacus(ledger, 1e-5, {"accountants": [{}, {"epsilon": 9.0}]})
+        compare_with_opacus(ledger, 1e-5, {"accountants": [{}, {"epsilon": 9.0}]})
 
 
 def test_other_files_are_no_certificates(made, tmp_path):
-    other_shapes = json.dumps(dict.fromkeys(values_of(made), 3) | {"schema": SCHEMA_NAME})
+    other_shapes = json.dumps(dict.fromkeys(values_of(made), 3) | {"schema": RUNS.schema})
     for text in ("{", "[]", '{"schema": 1}', '{"schema": "dpfunc.certificate/2"}', other_shapes):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(InvalidArgument, match=r"Expected .*certificate"):

@@ -18,7 +18,8 @@ from dpfunc.accounting import Ledger, RunCount, selection_epsilon
 from dpfunc.accounting.record import GUESSABLE, SCORES, SEARCH_NOT_COVERED
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import certify, check
-from dpfunc.evidence.certificate import _assumptions, _canonical, _digest
+from dpfunc.evidence._signature import canonical, digest_of
+from dpfunc.evidence.certificate import _assumptions
 from dpfunc.types import Event
 
 ROOT = Path(dpfunc.__file__).parents[1]
@@ -146,7 +147,7 @@ FORGED = {
 
 
 def forged(values, path):
-    path.write_text(_canonical({**values, "digest": _digest(values)}))
+    path.write_text(canonical({**values, "digest": digest_of(values)}))
     return path
 
 
