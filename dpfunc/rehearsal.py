@@ -3,7 +3,8 @@
 May import: checkpoint and below. Trusted: no.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from dpfunc.types import Batch, Params
 
 _KEY = fold_in(insecure_key(0), "rehearsal")
 _AWAY = 2**-7  # added to each parameter, so that a lost one is missed also if it begins at zero
-_NOTHING = "Nothing was spent."
+NOTHING_SPENT = "Nothing was spent."
+_ENDED = "It would have ended the run."
 # What code of others raises; not Ctrl-C, nor the end of the process.
 FAILURES = (ArithmeticError, AssertionError, AttributeError, DPFuncError, ImportError, LookupError, NameError, OSError,
             RuntimeError, TypeError, ValueError)  # fmt: skip
@@ -84,12 +86,16 @@ def rehearse(
             for start in range(0, len(dataset), size)
         ]
         if len(dataset):
-            _tried("a step", lambda: dp_step.clipped_grad(params, collate(read(dataset, [0])), key=_KEY))
+            with tried("a step that works", _ENDED):
+                dp_step.clipped_grad(params, collate(read(dataset, [0])), key=_KEY)
         made_up = {name: value.detach() + _AWAY for name, value in params.items()}
         if evaluate is not None:
-            _tried("evaluate", lambda: evaluate(made_up))
+            with tried("evaluate that works", _ENDED):
+                evaluate(made_up)
         if reload is not None:
-            _check_same(made_up, _tried("reload", lambda: reload({name: v.clone() for name, v in made_up.items()})))
+            with tried("reload that works", _ENDED):
+                found = reload({name: value.clone() for name, value in made_up.items()})
+            _check_same(made_up, found)
     if all(finite):
         return ()
     return (
@@ -127,17 +133,21 @@ def _refusal(error: Exception, place: str) -> InvalidArgument:
     reason = f": {error}" if isinstance(error, DPFuncError) else "."
     return InvalidArgument(
         f"Expected a loss of each record, got {type(error).__name__} from {place}{reason} Compute the loss of this "
-        f"record alone to see more, which is private. {_NOTHING}"
+        f"record alone to see more, which is private. {NOTHING_SPENT}"
     )
 
 
-def _tried(what: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a call; an error from other code adds that nothing was spent."""
+@contextmanager
+def tried(
+    expected: str, advice: str = "It would end the run.", *, place: str = "",
+    failures: tuple[type[Exception], ...] = FAILURES,
+) -> Iterator[None]:  # fmt: skip
+    """Context in which an error of other code becomes one that says what was expected, and that nothing was spent."""
     try:
-        return call()
-    except FAILURES as error:
+        yield
+    except failures as error:
         raise InvalidArgument(
-            f"Expected {what} that works, got {type(error).__name__}: {error} It would have ended the run. {_NOTHING}"
+            f"Expected {expected}, got {place}{type(error).__name__}: {error} {advice} {NOTHING_SPENT}"
         ) from error
 
 
@@ -151,6 +161,7 @@ def _check_same(written: Params, found: Mapping[str, Tensor]) -> None:
     refuse(
         (
             lost,
-            f"Expected parameters that are read back as they were written, got others for {shorten(lost)}. {_NOTHING}",
+            "Expected parameters that are read back as they were written, got others for "
+            f"{shorten(lost)}. {NOTHING_SPENT}",
         )
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from einops import einsum, rearrange
 from safetensors import SafetensorError, safe_open
@@ -292,9 +293,11 @@ def adaptable(layer: nn.Module) -> bool:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer, of 4 bits too, whose weight has another shape; or of a Conv1D."""
-    if isinstance(layer, nn.Linear):
+    """Inputs and outputs of a layer that is adaptable: the channels of a convolution, the rows of an embedding."""
+    if isinstance(layer, nn.Linear):  # of 4 bits too, whose weight has another shape
         return layer.in_features, layer.out_features
+    if isinstance(layer, nn.Conv2d):
+        return layer.in_channels, layer.out_channels
     inputs, outputs = layer.weight.shape
     return int(inputs), int(outputs)
 
@@ -349,45 +352,40 @@ def _shared_factors(
     other = [name for name, layer in layers.items() if not (isinstance(layer, nn.Linear) or _is_conv1d(layer))]
     expect(not other, "linear layers with train='vectors'", "targets", other)
     expect(config.init == "kaiming", "init='kaiming' with train='vectors'", "init", config.init)
-    sizes = [_sizes(layer) for layer in layers.values()]
-    inputs = max(size for size, _ in sizes)
-    outputs = max(size for _, size in sizes)
-    weight, random = next(iter(layers.values())).get_parameter("weight"), stream(key)
-    like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
+    inputs, outputs = (max(sizes) for sizes in zip(*map(_sizes, layers.values()), strict=True))
+    random = stream(key)
     a = random.uniform(-1, 1, (config.rank, inputs)) / math.sqrt(inputs)
     b = random.uniform(-1, 1, (outputs, config.rank)) / math.sqrt(config.rank)
-    return nn.Parameter(torch.from_numpy(a).to(like)), nn.Parameter(torch.from_numpy(b).to(like))
+    return _as_parameters(next(iter(layers.values())), a, b)
 
 
 def _initial_factors(layer: nn.Module, key: Key, rank: int, init: str) -> tuple[nn.Parameter, nn.Parameter]:
-    """A by key, and B = 0, for a layer that is adaptable; in float32 where its weight is quantised."""
-    shape, shape_b = _factor_shapes(layer, rank)
-    weight, random = layer.get_parameter("weight"), stream(key)
-    like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
-    fan_in = math.prod(shape[1:])
-    inputs = 1 if isinstance(layer, nn.Embedding) else fan_in  # those that are not zero
-    if init == "kaiming":  # either way `A x` has variance 1/3 for inputs of variance 1
-        a = random.uniform(-1, 1, shape) / math.sqrt(inputs)
-    else:
-        q, _ = np.linalg.qr(random.standard_normal((fan_in, rank)))
-        a = np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / inputs / 3)
-    return nn.Parameter(torch.from_numpy(a).to(like)), nn.Parameter(like.new_zeros(shape_b))
-
-
-def _factor_shapes(layer: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    a: tuple[int, ...]
-    b: tuple[int, ...]
+    """A by key, and B = 0, for a layer that is adaptable."""
+    inputs, outputs = _sizes(layer)
+    kernel: tuple[int, ...] = ()
     if isinstance(layer, nn.Conv2d):
         expect(layer.groups == 1, "Conv2d with groups=1", "groups", layer.groups, "Leave it out of targets.")
-        a, b = (rank, layer.in_channels, *layer.kernel_size), (layer.out_channels, rank, 1, 1)
-    elif isinstance(layer, nn.Linear):  # of 4 bits too, whose weight has another shape
-        a, b = (rank, layer.in_features), (layer.out_features, rank)
-    else:
-        width, out = layer.get_parameter("weight").shape  # Embedding, Conv1D
-        a, b = (rank, width), (out, rank)
-    limit = min(b[0], math.prod(a[1:]))
+        kernel = layer.kernel_size
+    fan_in, random = inputs * math.prod(kernel), stream(key)
+    limit = min(outputs, fan_in)
     expect(rank <= limit, f"rank <= {limit}, the rank of {layer}", "rank", rank)
-    return a, b
+    shape = (rank, inputs, *kernel)
+    not_zero = 1 if isinstance(layer, nn.Embedding) else fan_in  # of the inputs
+    if init == "kaiming":  # either way `A x` has variance 1/3 for inputs of variance 1
+        a = random.uniform(-1, 1, shape) / math.sqrt(not_zero)
+    else:
+        q, _ = np.linalg.qr(random.standard_normal((fan_in, rank)))
+        a = np.ascontiguousarray(q.T).reshape(shape) * math.sqrt(fan_in / not_zero / 3)
+    return _as_parameters(layer, a, np.zeros((outputs, rank, *(1 for _ in kernel))))
+
+
+def _as_parameters(
+    layer: nn.Module, a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]
+) -> tuple[nn.Parameter, nn.Parameter]:  # fmt: skip
+    """A and B in the dtype and on the device of the weight of a layer; in float32 where it is quantised."""
+    weight = layer.get_parameter("weight")
+    like = weight if weight.is_floating_point() else torch.empty(0, device=weight.device)
+    return nn.Parameter(torch.from_numpy(a).to(like)), nn.Parameter(torch.from_numpy(b).to(like))
 
 
 def save_adapter(path: Path | str, adapter: LoRA, params: Params) -> None:

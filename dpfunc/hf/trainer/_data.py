@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 
 from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf._facts import base_model, evaluating
+from dpfunc.hf._facts import Facts, base_model, evaluating, facts_of_model
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import CLASSES, problem_of
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
@@ -30,6 +31,9 @@ _TASKS = ("sequence_classification", "image_classification", "token_classificati
 _OTHER_OUTPUTS = ("ForMultipleChoice", "ForNextSentencePrediction")
 _PROBED = 16
 _READ = 1024  # records of a data set that may read, tokenize or decode each; read at once of any
+_AT_ONCE = 64  # records that are collated together
+_LEARN_TOKENS = ("causal_lm", "masked_lm", "seq2seq", "vqa")  # tasks whose labels are token ids
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")  # may be in no table
 _COMPARED = 64  # records whose lengths are compared
 _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
@@ -143,6 +147,63 @@ def _check(labels: npt.NDArray[np.float64], column: str, problem: str, classes: 
             f"Expected {domain} in {column!r} of each record of train_dataset, got something else in at least one, "
             f"which is private and not shown. {hint} Nothing was spent."
         )
+
+
+def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any, task: object, name: str) -> None:
+    """Refuse token ids outside of the tables of a model, and records with more tokens than it has positions.
+
+    Every record of a text data set is collated, and 1024 of one whose batches hold floats, e.g. pixels
+    (tests/hf/trainer/test_rehearsal.py::test_one_record_in_the_midst_of_many). No value is in a message.
+    """
+    facts = facts_of_model(model)
+    if facts.tables.tokens is None:
+        return
+    config = getattr(base_model(model), "config", None)
+    elsewhere = [getattr(config, token) for token in _IMAGE_TOKENS if isinstance(getattr(config, token, None), int)]
+    labels = ("labels",) if task in _LEARN_TOKENS else ()
+    with cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
+        for batch in _batches(dataset, collate):
+            for key in ("input_ids", "decoder_input_ids", *labels):
+                ids = batch.get(key)
+                if isinstance(ids, Tensor) and not ids.is_floating_point():
+                    _check_tokens(ids, key, batch, facts, elsewhere, name)
+
+
+def evaluated(eval_dataset: Any) -> dict[str, Any]:
+    """The data sets of which records can be read by their index, no streams, by names; one alone has the empty name."""
+    every = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+    indexed = {name: each for name, each in every.items() if not isinstance(each, IterableDataset)}
+    return {name: each for name, each in indexed.items() if hasattr(each, "__len__") and len(each)}
+
+
+def _batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Mapping[str, Any]]:
+    """All records, collated, of a data set of texts, and some of any other; none where collating makes no mapping."""
+    indices: Any = range(len(dataset))
+    start = 0
+    while start < len(indices):
+        batch = collate(read(dataset, indices[start : start + _AT_ONCE]))
+        if not isinstance(batch, Mapping):
+            return
+        yield batch
+        start += _AT_ONCE
+        tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1]
+        if len(indices) > _READ and any(value.is_floating_point() for value in tensors):
+            indices = spread(len(dataset), _READ)
+
+
+def _check_tokens(
+    ids: Tensor, key: str, batch: Mapping[str, Any], facts: Facts, elsewhere: list[int], name: str
+) -> None:  # fmt: skip
+    tables = facts.tables
+    known = (ids >= 0) & (ids < (tables.tokens or 0)) | torch.isin(ids, ids.new_tensor(elsewhere))
+    if key == "labels":
+        used = ids >= 0  # others have no loss
+        known |= ~used
+    else:
+        mask = batch.get("attention_mask" if key == "input_ids" else "decoder_attention_mask")
+        used = mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else ids == ids
+    length = facts.soft_prompt + int(used.sum(-1).max()) if used.numel() and used.dim() > 1 else 0
+    tables.refuse(known=bool(known.all()), length=length, where=f"in {key!r} of each record of {name}")
 
 
 def refuse_padding(

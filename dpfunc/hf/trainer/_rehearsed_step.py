@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from transformers import TrainerControl
 
 from dpfunc._utils.validation import refuse
 from dpfunc.errors import InvalidArgument
-from dpfunc.rehearsal import FAILURES
+from dpfunc.hf.trainer._data import evaluated
+from dpfunc.hf.trainer._run import made_up_logs
+from dpfunc.hf.trainer._settings import changed
+from dpfunc.rehearsal import FAILURES, NOTHING_SPENT, tried
 from dpfunc.updates import set_grads
 
-_NOTHING = "Nothing was spent."
 _MADE_UP = 2**-7  # a gradient
 _IDLE = 0.05  # share of the steps that may have no rate at the end of a schedule
 # What a callback gets at each event; and more at some.
@@ -31,6 +35,7 @@ _EVENTS = (
     "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end",
     "on_log", "on_prediction_step", "on_evaluate", "on_save", "on_epoch_end", "on_train_end",
 )  # fmt: skip
+_REPLACED = ("optimizer", "lr_scheduler", "callback_handler", "state", "args")  # in a Trainer, by a rehearsal
 _NO_COPY = (*FAILURES, copy.Error, pickle.PickleError)
 
 
@@ -49,19 +54,23 @@ def refuse_callbacks(callbacks: Sequence[Any]) -> None:
             except TypeError as error:
                 raise InvalidArgument(
                     f"Expected {type(callback).__name__}.{event} to take what the Trainer gives: {error}. Write it as "
-                    f"{event}(self, args, state, control, **kwargs). {_NOTHING}"
+                    f"{event}(self, args, state, control, **kwargs). {NOTHING_SPENT}"
                 ) from error
 
 
 @contextmanager
-def put_back(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Context after which parameters, an optimizer and a schedule are what they were, and there are no gradients.
+def put_back(trainer: Any, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context with an optimizer, after which a Trainer and its parameters are what they were, and have no gradients.
 
     Of an optimizer: its `state`, its groups and its attributes that are numbers or text.
     """
+    own = {name: getattr(trainer, name) for name in _REPLACED}
+    if trainer.optimizer is None:
+        trainer.create_optimizer()
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     values = {name: param.detach().clone() for name, param in params.items()}
-    state = {param: copy.deepcopy(own) for param, own in optimizer.state.items()}
-    groups = [copy.deepcopy(_without_params(group)) for group in optimizer.param_groups]
+    same = {id(param): param for group in optimizer.param_groups for param in group["params"]}  # are not copied
+    kept = copy.deepcopy([dict(table) for table in (optimizer.state, *optimizer.param_groups)], same)
     inner = vars(getattr(optimizer, "optimizer", optimizer))
     plain = {name: value for name, value in inner.items() if isinstance(value, (int, float, str))}
     schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
@@ -70,21 +79,15 @@ def put_back(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any) -> It
     finally:
         if schedule is not None:
             scheduler.load_state_dict(schedule)
-        inner.update(plain)
         optimizer.zero_grad()
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, kept in zip(optimizer.param_groups, groups, strict=True):
-            for name in _without_params(group).keys() - kept.keys():
-                del group[name]
-            group.update(kept)
+        inner.update(plain)
+        for table, before in zip((optimizer.state, *optimizer.param_groups), kept, strict=True):
+            table.clear()
+            table.update(before)
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(values[name])
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+        vars(trainer).update(own)
 
 
 def rehearse_step(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any, limit: int) -> None:
@@ -93,48 +96,64 @@ def rehearse_step(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any, 
     Raises:
         InvalidArgument: one of them fails, a rate is no number >= 0, or rates are 0 long before the end.
     """
-    rates: list[list[float]] = []
     set_grads(params, {name: torch.full_like(param, _MADE_UP) for name, param in params.items()})
-    try:
+    with tried("an optimizer that steps"):
         optimizer.step()
-        for _ in range(limit):
-            rates.append([float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None])
-            if not isinstance(scheduler, ReduceLROnPlateau) and type(scheduler).__name__ != "GreedyLR":
+    by_itself = not isinstance(scheduler, ReduceLROnPlateau) and type(scheduler).__name__ != "GreedyLR"
+    rates: list[list[float]] = []
+    for step in range(limit + 1):
+        with tried(f"a schedule of {limit} steps", place=f"at step {step} "):
+            if step and by_itself:
                 scheduler.step()
-    except FAILURES as error:
-        what = f"a schedule of {limit} steps, got at step {len(rates)}" if rates else "an optimizer that steps, got"
-        raise InvalidArgument(
-            f"Expected {what} {type(error).__name__}: {error} It would end the run. {_NOTHING}"
-        ) from error
+            rates.append([float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None])
+    del rates[limit]  # which no step has
     wrong = next((at for at, each in enumerate(rates) if not all(0 <= rate < math.inf for rate in each)), None)
     last = max((at for at, each in enumerate(rates) if any(each)), default=limit)
     refuse(
         (wrong is not None,
-         f"Expected learning rates >= 0 in all steps, got {rates[wrong or 0]} at step {wrong}. {_NOTHING}"),
+         f"Expected learning rates >= 0 in all steps, got {rates[wrong or 0]} at step {wrong}. {NOTHING_SPENT}"),
         (limit - 1 - last > max(1.0, _IDLE * limit),
          f"Expected a schedule of {limit} steps, got one whose rates are 0 from step {last + 1} on: those steps would "
-         f"cost privacy and change nothing. {_NOTHING}"),
+         f"cost privacy and change nothing. {NOTHING_SPENT}"),
     )  # fmt: skip
 
 
-def copies(callbacks: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-    """Copies of the user's callbacks, in which some objects are the same ones: the model, e.g."""
-    try:
-        found: list[Any] = copy.deepcopy(own_callbacks(callbacks), {id(each): each for each in kept})
-    except _NO_COPY as error:
-        raise InvalidArgument(
-            f"Expected callbacks that can be copied, got {type(error).__name__}: {error} What they hold would "
-            f"be changed by a rehearsal. Give them __deepcopy__, or call rehearse() without callbacks=True. {_NOTHING}"
-        ) from error
-    return found
+def rehearse_callbacks(trainer: Any, metrics: Sequence[Mapping[str, Any]], limit: int) -> None:
+    """Tell copies of the user's callbacks of a step, of evaluations with these metrics, and of a save; see `put_back`.
 
-
-def tell(handler: Any, args: Any, state: Any, logs: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Tell callbacks of a step, of evaluations with these metrics, and of a save, as the Trainer does.
+    They see a run whose folder is removed, whose name is "rehearsal", and the model itself.
 
     Raises:
-        InvalidArgument: one of them fails.
+        InvalidArgument: one of them cannot be copied, or fails.
     """
+    used = {"optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+    same = [
+        trainer,
+        trainer.model,
+        trainer.processing_class,
+        trainer.train_dataset,
+        trainer.eval_dataset,
+        *used.values(),
+    ]
+    advice = (
+        "What they hold would be changed by a rehearsal. Give them __deepcopy__, or call rehearse() without "
+        "callbacks=True."
+    )
+    with tried("callbacks that can be copied", advice, failures=_NO_COPY):
+        callbacks = copy.deepcopy(own_callbacks(trainer.callback_handler.callbacks), {id(each): each for each in same})
+    given = {**used, "train_dataloader": trainer.get_train_dataloader(), "eval_dataloader": None}
+    if evaluated(trainer.eval_dataset):
+        given["eval_dataloader"] = trainer.get_eval_dataloader()
+    beginning = {"global_step": 1, "max_steps": limit, "epoch": 1 / limit, "trial_name": "rehearsal", "log_history": []}
+    with TemporaryDirectory() as folder:
+        handler = changed(trainer.callback_handler, {**given, "callbacks": callbacks})
+        args, state = changed(trainer.args, {"output_dir": folder}), changed(trainer.state, beginning)
+        vars(trainer).update(callback_handler=handler, args=args, state=state)  # also for a callback that evaluates
+        trainer._save(str(Path(folder) / "checkpoint-1"))
+        _tell(handler, args, state, made_up_logs(trainer.plan), metrics)
+
+
+def _tell(handler: Any, args: Any, state: Any, logs: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [(event, {}) for event in _EVENTS[:6]]
     calls.append(("on_log", {"logs": dict(logs)}))
     for each in metrics:
@@ -149,10 +168,5 @@ def tell(handler: Any, args: Any, state: Any, logs: Mapping[str, Any], metrics: 
     for event, more in [*calls, ("on_epoch_end", {}), ("on_train_end", {})]:
         if event == "on_log":
             state.log_history.append({**more["logs"], "step": state.global_step})
-        try:
+        with tried(f"callbacks that take {event}"):
             control = getattr(handler, event)(args, state, control, **more)
-        except FAILURES as error:
-            raise InvalidArgument(
-                f"Expected callbacks that take {event}, got {type(error).__name__}: {error} It would end the run. "
-                f"{_NOTHING}"
-            ) from error

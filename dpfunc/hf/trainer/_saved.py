@@ -15,10 +15,9 @@ from transformers.utils import logging as levels
 
 from dpfunc._utils.validation import shorten
 from dpfunc.errors import CheckpointError
-from dpfunc.rehearsal import FAILURES
+from dpfunc.rehearsal import FAILURES, NOTHING_SPENT
 from dpfunc.types import Params
 
-_NOTHING = "Nothing was spent."
 _ADAPTER = "adapter_model.safetensors"
 _BASE, _LAYER = "base_model.model.", ".base_layer."  # what PEFT adds to the names of a base
 
@@ -85,11 +84,11 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
     if (gone or broken) and not any(config.is_prompt_learning for config in configs):
         raise CheckpointError(
             f"Expected saved weights that hold all that is trained or was newly drawn, got {got}: they would be lost. "
-            f"Of PEFT name their modules in modules_to_save. {_NOTHING}"
+            f"Of PEFT name their modules in modules_to_save. {NOTHING_SPENT}"
         )
     message = f"Expected weights that are read back as they were written, got {got}."
     if best and (failure or lost):
-        raise CheckpointError(f"{message} Leave load_best_model_at_end out: it would end the run. {_NOTHING}")
+        raise CheckpointError(f"{message} Leave load_best_model_at_end out: it would end the run. {NOTHING_SPENT}")
     if failure:
         return f"{message} The run cannot be resumed after an interruption."
     if differ := sorted(set().union(*_loaded(trainer.model, str(folder)).values())):

@@ -5,12 +5,11 @@ May import: its folder, budget, evidence, rehearsal, release and below. Trusted:
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -43,19 +42,19 @@ from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer import _rehearsed_step as made_up
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
-from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
+from dpfunc.hf.trainer._data import evaluated, refuse_labels, refuse_padding, refuse_records
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
-from dpfunc.hf.trainer._rehearsal import is_indexed, refuse_records, rehearse_evaluation
-from dpfunc.hf.trainer._saved import beside_adapters, check_read_back, complete, silent
+from dpfunc.hf.trainer._rehearsal import rehearse_after_gradients, rehearse_gradients
+from dpfunc.hf.trainer._saved import beside_adapters, complete
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
-from dpfunc.rng import Key, cpu_seeds, insecure_key, secure_key, torch_seed
+from dpfunc.rng import Key, secure_key
 from dpfunc.sampling import data_name, mean_over_views
-from dpfunc.sampling._loader import Collate, Drawn, Draws, check_readable, data_loader
-from dpfunc.sampling._records import check_repeatable, read
+from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
+from dpfunc.sampling._records import check_repeatable
 from dpfunc.state import StepState
 from dpfunc.step import DPStep, make_dp_step
 from dpfunc.updates import set_grads
@@ -314,72 +313,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             test_callbacks_are_told_where_one_asks; tests/hf/trainer/test_saved.py:
             test_what_is_not_saved_is_found_before_the_first_step.
         """
-        settings.refuse_model(self.model)
-        params = runs.trainable(self.model)
-        settings.refuse_optimizer(self.optimizer, params)
-        made_up.refuse_callbacks(self.callback_handler.callbacks)
+        self._refuse()
         self._warn(self._check_data())
-        if self._division is not None:
-            return
-        self._rehearse_gradients(params)
-        metrics, warning = rehearse_evaluation(self, self.model)
-        self._warn(warning)
-        self._rehearse_saving(None)
-        before: tuple[Any, Any] = (self.optimizer, self.lr_scheduler)
-        limit = max(1, self.plan.step_limit(self._spent_before))
-        try:
-            self.create_optimizer()
-            with made_up.put_back(params, self.optimizer, self.lr_scheduler):
-                self.create_scheduler(limit)
-                made_up.rehearse_step(params, self.optimizer, self.lr_scheduler, limit)
-                if callbacks:
-                    self._rehearse_callbacks(metrics, limit)
-        finally:
-            self.optimizer = before[0]
-            self.lr_scheduler: Any = before[1]
+        if self._division is None:
+            rehearse_gradients(self)
+            rehearse_after_gradients(self, max(1, self.plan.step_limit(self._spent_before)), callbacks=callbacks)
 
-    def _rehearse_gradients(self, params: dict[str, Tensor]) -> None:
-        """Compute the clipped sum of up to two records, and drop it."""
-        views, key, training = self.privacy.dp_views, insecure_key(0), self.model.training
-        collate = Collate(self._collator(), views=views)
-        with cpu_seeds(key), torch_seed(key):
-            clipped_grad = self._dp_step(params, None).clipped_grad
-            indices = [index for index in range(min(2, len(self.train_dataset))) for _ in range(views)]
-            drawn = Drawn(key, 0)
-            records = [(drawn, record) for record in read(self.train_dataset, indices)]
-            batch = dict(self._prepare_inputs(collate(records)))
-            with runs.without_words(clipped_grad.loss_fn, params, batch):
-                clipped_grad(params, batch, key=key)
-        self.model.train(training)
-
-    def _rehearse_saving(self, written: Path | None) -> None:
-        """Save the weights, into a folder that is removed, and read them back; or from a checkpoint."""
-        params = runs.trainable(self.model) | {name: self.model.get_parameter(name) for name in self._beside_adapters}
-        with TemporaryDirectory() as folder:
-            if written is None:
-                with silent():
-                    self._save(folder)
-            self._warn(check_read_back(self, written or Path(folder), params))
-
-    def _rehearse_callbacks(self, metrics: Sequence[Mapping[str, Any]], limit: int) -> None:
-        own = (self.callback_handler, self.state, self.args)
-        loaders = {"train_dataloader": self.get_train_dataloader(), "eval_dataloader": None}
-        if is_indexed(self.eval_dataset):
-            loaders["eval_dataloader"] = self.get_eval_dataloader()
-        used = (self.optimizer, self.lr_scheduler)
-        same = [self, self.model, self.processing_class, self.train_dataset, self.eval_dataset, *used]
-        changes = {"optimizer": used[0], "lr_scheduler": used[1], **loaders}
-        changes["callbacks"] = made_up.copies(own[0].callbacks, same)
-        values = {"global_step": 1, "max_steps": limit, "epoch": 1 / limit, "trial_name": "rehearsal"}
-        try:
-            with TemporaryDirectory() as folder:
-                self.callback_handler: Any = settings.changed(own[0], changes)
-                self.args = settings.changed(self.args, {"output_dir": folder})
-                self.state: Any = settings.changed(self.state, {**values, "log_history": []})
-                self._save(str(Path(folder) / "checkpoint-1"))
-                made_up.tell(self.callback_handler, self.args, self.state, runs.made_up_logs(self.plan), metrics)
-        finally:
-            self.callback_handler, self.state, self.args = own
+    def _refuse(self) -> None:
+        """Refuse a model, an optimizer and callbacks with which a run would end, or train something else."""
+        settings.refuse_model(self.model)
+        settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
+        made_up.refuse_callbacks(self.callback_handler.callbacks)
 
     def _dry_run(self) -> TrainOutput:
         self.rehearse()
@@ -394,9 +338,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         plan = self.plan
         settle(self.model)
         self.model.train()
-        settings.refuse_model(self.model)
-        settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
-        made_up.refuse_callbacks(self.callback_handler.callbacks)
+        self._refuse()
         data = check_same_data(self._described_data, self._ranks)
         distributed.once(self._ranks, self._clean)
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
@@ -458,10 +400,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         collate = self._collator()
         warning = refuse_labels(self.train_dataset, collate, self.model, self._task)
         refuse_records(self.train_dataset, collate, self.model, self._task, "train_dataset")
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
-        for name, dataset in evaluated.items():
-            if is_indexed(dataset):
-                refuse_records(dataset, collate, self.model, self._task, name)
+        for name, dataset in evaluated(self.eval_dataset).items():
+            refuse_records(dataset, collate, self.model, self._task, name or "eval_dataset")
         return warning
 
     def _resume(self, checkpoint: str | bool, data: str) -> Checkpoint | None:
@@ -609,16 +549,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _begun(self, model: nn.Module, run: runs.Run) -> None:
         """Save the start of a run, and do the rest of `rehearse` with its own optimizer and schedule."""
-        saves = self._saves_states()
-        if saves:
+        written = None
+        if self._saves_states():
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
-        if self._division is not None:
-            return
-        written = self._folder / f"checkpoint-{self.state.global_step}" if saves else None
-        distributed.once(self._ranks, partial(self._rehearse_saving, written))
-        self._warn(rehearse_evaluation(self, model)[1])
-        with made_up.put_back(run.params, self.optimizer, self.lr_scheduler):
-            made_up.rehearse_step(run.params, self.optimizer, self.lr_scheduler, run.start.limit)
+            written = self._folder / f"checkpoint-{self.state.global_step}"
+        if self._division is None:
+            rehearse_after_gradients(self, run.start.limit, written)
 
     def _saves_states(self) -> bool:
         return self.args.save_strategy != "no" and not self.args.save_only_model
