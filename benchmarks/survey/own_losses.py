@@ -24,7 +24,6 @@ from dpfunc.functional import functionalize
 from dpfunc.hf._facts import facts_of
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import infer_task, make_loss_fn
-from dpfunc.hf.vision_language._images import flatten_images
 
 SAME = 1e-4
 OUT = FOLDER / "own_losses.json"
@@ -45,7 +44,7 @@ def differences(module: nn.Module, task: str, batch: dict[str, torch.Tensor]) ->
         for row in range(BATCH):
             alone = {name: value[row : row + 1] for name, value in batch.items()}
             if task == "vqa":
-                alone = flatten_images(alone, nested=facts_of(forward).nested_images)
+                alone = facts_of(forward).flatten_images(alone)
             own = module(**alone).loss
             found = max(found, float((together[row] - own).abs() / own.abs().clamp(min=1e-3)))
     return found

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -82,6 +83,21 @@ class Facts:
     blocks: bool = False  # "token_type_ids" say which tokens see later ones
     nested_images: bool = False  # the model takes images as (B, I, ...)
     tables: Tables = field(default=Tables(), repr=False)
+
+    def flatten_images(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A batch with its images as the model takes them: those of a sample next to each other on axis 0.
+
+        Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or (B, I, 3); several images (B, I, C, H, W), or
+        (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
+        `pixel_attention_mask`, and where the model takes (B, I, ...) itself.
+        """
+        if self.nested_images or "pixel_values" not in batch or "pixel_attention_mask" in batch:
+            return dict(batch)
+        # names of tensors in which axis 1 goes over the images of a sample
+        found = [name for name in ("image_grid_thw", "image_sizes") if name in batch and batch[name].dim() == 3]
+        pixels_have_it = batch["pixel_values"].dim() == 5 if "image_sizes" not in batch else "image_sizes" in found
+        found += ["pixel_values"] if "image_grid_thw" in batch or pixels_have_it else []
+        return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in found}}
 
 
 @dataclass(frozen=True, eq=False)

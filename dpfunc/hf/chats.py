@@ -75,13 +75,7 @@ def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
     >>> chat_messages({"instruction": "Add.", "input": "2, 2", "output": "4"})
     [{'role': 'user', 'content': 'Add.\\n\\n2, 2'}, {'role': 'assistant', 'content': '4'}]
     """
-    names = next((names for names in FORMATS if {*names} <= {*record}), ()) if columns is None else tuple(columns)
-    if not names or not {*names} <= {*record}:
-        raise InvalidArgument(
-            f"Expected the columns of a chat, {' or '.join(map(' and '.join, FORMATS))}, in each record, got one "
-            f"without {' and '.join(names) or 'any of them'}. Name yours: columns (data.chat in a job)."
-        )
-    *asked, answer = (record[name] for name in names)
+    *asked, answer = (record[name] for name in columns_of(record, columns, FORMATS, "a chat", "Name yours"))
     before = turns(asked, "user") if asked else []
     found = [*before, *turns([answer], "assistant" if asked else None)]
     refuse(
@@ -92,6 +86,20 @@ def chat_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
          "Expected a turn of the assistant to learn from, got none. Leave the record out."),
     )  # fmt: skip
     return found
+
+
+def columns_of(
+    record: Mapping[str, Any], columns: Sequence[str] | None, formats: Sequence[Sequence[str]], what: str, advice: str
+) -> Sequence[str]:
+    """The columns of a record that were named, or those of the first format that it has."""
+    fewest = min(map(len, formats))
+    for names in formats if columns is None else [columns]:
+        if len(names) >= fewest and {*names} <= {*record}:
+            return names
+    raise InvalidArgument(
+        f"Expected the columns of {what}, {' or '.join(map(' and '.join, formats))}, in each record, got one without "
+        f"{' and '.join(columns or ()) or 'any of them'}. {advice}: columns (data.chat in a job)."
+    )
 
 
 def turns(values: Sequence[Any], role: str | None) -> list[Message]:

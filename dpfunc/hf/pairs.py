@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpfunc._utils.validation import refuse
-from dpfunc.errors import InvalidArgument
-from dpfunc.hf.chats import MADE_UP, Message, bracketed, chat_tokens, encode, turns
+from dpfunc.hf.chats import MADE_UP, Message, bracketed, chat_tokens, columns_of, encode, turns
 from dpfunc.hf.preferences import ANSWERS
 
 FORMATS = (
@@ -48,13 +47,8 @@ def pair_messages(record: Mapping[str, Any], columns: Sequence[str] | None = Non
     >>> pair_messages({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})[1]
     [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '5'}]
     """
-    names = next((names for names in FORMATS if {*names} <= {*record}), ()) if columns is None else tuple(columns)
-    if len(names) < 2 or not {*names} <= {*record}:
-        raise InvalidArgument(
-            f"Expected the columns of a pair, {' or '.join(map(' and '.join, FORMATS))}, in each record, got one "
-            f"without {' and '.join(names) or 'any of them'}. Name yours, those of the chosen and of the rejected "
-            "answer last: columns (data.chat in a job)."
-        )
+    advice = "Name yours, those of the chosen and of the rejected answer last"
+    names = columns_of(record, columns, FORMATS, "a pair", advice)
     *asked, chosen, rejected = (record[name] for name in names)
     prompt = turns(asked, "user") if asked else []
     answers = [turns([answer], "assistant" if asked else None) for answer in (chosen, rejected)]

@@ -20,6 +20,14 @@ from dpfunc.types import Params
 
 # Initial values of LoRA that are computed from activations or gradients of data, without noise.
 _LOOK_AT_DATA = ("eva", "corda", "lora_ga")
+# Attributes of a layer whose adapter does nothing: what happened to it, and what undoes that.
+_WITHOUT_EFFECT = {
+    "merged_adapters": ("merged into", "Call peft_model.unmerge_adapter()."),
+    "disable_adapters": (
+        "switched off in",
+        "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers().",
+    ),
+}
 
 
 def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False) -> tuple[str, ...]:
@@ -43,7 +51,10 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     active = _active(peft_model)
     for config in active.values():
         _refuse_methods(config, initialized_on_public_data)
-    _refuse_without_effect(peft_model)
+    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
+    for attribute, (where, advice) in _WITHOUT_EFFECT.items():
+        if found := [name for name, layer in layers if getattr(layer, attribute, False)]:
+            raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
     asleep = _parameters_of_others(peft_model, active)
     names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
     if not names:
@@ -52,17 +63,6 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
             "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
         )
     return names
-
-
-def _refuse_without_effect(peft_model: nn.Module) -> None:
-    layers = [(name, layer) for name, layer in peft_model.named_modules() if hasattr(layer, "merged_adapters")]
-    for attribute, where, advice in (
-        ("merged_adapters", "merged into", "Call peft_model.unmerge_adapter()."),
-        ("disable_adapters", "switched off in",
-         "Leave `with peft_model.disable_adapter()`, or call peft_model.base_model.enable_adapter_layers()."),
-    ):  # fmt: skip
-        if found := [name for name, layer in layers if getattr(layer, attribute, False)]:
-            raise UnsupportedModel(f"The adapter is {where} {shorten(found)}: its parameters have no effect. {advice}")
 
 
 def _parameters_of_others(peft_model: Any, active: Mapping[str, Any]) -> set[int]:

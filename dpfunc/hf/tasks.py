@@ -17,7 +17,6 @@ from dpfunc._utils.validation import one_of, refuse
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import losses
 from dpfunc.hf._facts import AnyForward, base_model, facts_of, with_facts
-from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.types import LossFn, Params
 
 CLASSES = "single_label_classification"
@@ -61,7 +60,7 @@ def vqa(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
         raise InvalidArgument(
             f"Expected images under 'pixel_values' in the batch, got {sorted(batch)}. For text alone use \"causal_lm\"."
         )
-    return causal_lm(forward, params, flatten_images(batch, nested=facts_of(forward).nested_images))
+    return causal_lm(forward, params, facts_of(forward).flatten_images(batch))
 
 
 def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -181,16 +180,14 @@ def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str,
     sentences, scores_B = _sentences(batch)
     if len(sentences) != 2:
         raise InvalidArgument(f"Expected two sentences in the batch, got {len(sentences)}, from {sorted(batch)}.")
-    embeddings = []
-    for output in (forward(params, sentence) for sentence in sentences):
-        found = output.get("sentence_embedding") if isinstance(output, Mapping) else None
-        if not isinstance(found, Tensor):
-            raise InvalidArgument(
-                f"Expected a model that returns a mapping with 'sentence_embedding', got {type(output).__name__}. For "
-                "an encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your "
-                "own."
-            )
-        embeddings.append(found)
+    outputs = [forward(params, sentence) for sentence in sentences]
+    found = [output.get("sentence_embedding") for output in outputs if isinstance(output, Mapping)]
+    embeddings = [each for each in found if isinstance(each, Tensor)]
+    if len(embeddings) != 2:
+        raise InvalidArgument(
+            f"Expected a model that returns a mapping with 'sentence_embedding', got {type(outputs[0]).__name__}. For "
+            "an encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your own."
+        )
     return losses.cosine_similarity(embeddings[0], embeddings[1], scores_B)
 
 

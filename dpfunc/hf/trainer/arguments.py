@@ -136,27 +136,21 @@ class PrivacyArguments:
                 _DOMAINS[option.name](option.name, value)
         self.telemetry()
         self.average(2**62)
-        if self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None):
-            raise InvalidArgument(
-                f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and dp_delta="
-                f"{self.dp_delta}: the recipe depends on them, also for the twin without privacy."
-            )
-        if self.dp_enabled:
-            self._check_complete()
-
-    def _check_complete(self) -> None:
-        given = "neither" if self.dp_epsilon is None else "both"
+        private, given = self.dp_enabled, "neither" if self.dp_epsilon is None else "both"
         refuse(
-            ((self.dp_epsilon is None) == (self.dp_noise_multiplier is None),
+            (self.dp_recipe is not None and (self.dp_epsilon is None or self.dp_delta is None),
+             f"Expected dp_epsilon and dp_delta with dp_recipe, got dp_epsilon={self.dp_epsilon} and dp_delta="
+             f"{self.dp_delta}: the recipe depends on them, also for the twin without privacy."),
+            (private and (self.dp_epsilon is None) == (self.dp_noise_multiplier is None),
              f"Expected exactly one of dp_epsilon and dp_noise_multiplier, got {given}. With dp_epsilon the noise is "
              "computed; with dp_noise_multiplier epsilon is, and dp_max_epsilon is its ceiling."),
-            (self.dp_max_epsilon is not None and self.dp_noise_multiplier is None,
+            (private and self.dp_max_epsilon is not None and self.dp_noise_multiplier is None,
              "Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
              f"{self.dp_max_epsilon} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."),
-            (self.dp_delta is None,
+            (private and self.dp_delta is None,
              "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
              "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."),
-            (self.dp_max_grad_norm is None and self.dp_clip == "flat",
+            (private and self.dp_max_grad_norm is None and self.dp_clip == "flat",
              "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
              "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."),
         )  # fmt: skip

@@ -39,15 +39,13 @@ from dpfunc.hf.preferences import Preference, margins
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
-from dpfunc.hf.trainer import _rehearsed_step as made_up
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import evaluated, refuse_labels, refuse_padding, refuse_records
 from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
-from dpfunc.hf.trainer._rehearsal import rehearse_after_gradients, rehearse_gradients
+from dpfunc.hf.trainer._rehearsal import refuse_callbacks, rehearse_after_gradients, rehearse_gradients
 from dpfunc.hf.trainer._saved import beside_adapters, complete
 from dpfunc.hf.trainer.arguments import PrivacyArguments
-from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.recipes import Recipe
@@ -323,7 +321,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Refuse a model, an optimizer and callbacks with which a run would end, or train something else."""
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
-        made_up.refuse_callbacks(self.callback_handler.callbacks)
+        refuse_callbacks(self.callback_handler.callbacks)
 
     def _dry_run(self) -> TrainOutput:
         self.rehearse()
@@ -575,11 +573,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
-            if "pixel_values" in inputs and self._task in (
-                "vqa",
-                image_text_loss,
-            ):  # as the loss gives them to the model
-                inputs = flatten_images(inputs, nested=facts_of_model(self.model).nested_images)
+            if self._task in ("vqa", image_text_loss):
+                inputs = facts_of_model(self.model).flatten_images(inputs)  # as the loss gives them to the model
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
             self._twin = runs.twin_loss(self.model, model, self._task)

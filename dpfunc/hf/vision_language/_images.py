@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from dpfunc._utils.validation import expect, fail, integer, one_of, shorten
@@ -286,22 +285,6 @@ def _processed(processor: Any, images: list[Any]) -> dict[str, Tensor]:
     """Tensors that the image processor makes of a list of pictures or arrays."""
     found = processor.image_processor(images=images, return_tensors="pt")
     return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()}
-
-
-def flatten_images(batch: Mapping[str, Tensor], *, nested: bool = False) -> dict[str, Tensor]:
-    """A batch with its images as models take them: those of all samples on axis 0, next to those of the same sample.
-
-    Patches in rows (B, P, D) come with `image_grid_thw` (B, 3) or (B, I, 3); several images (B, I, C, H, W), or
-    (B, I, P, C, H, W) with `image_sizes` (B, I, 2). All others are left as they are, as are those with a
-    `pixel_attention_mask`, and where the model takes (B, I, ...) itself: `nested`.
-    """
-    if nested or "pixel_values" not in batch or "pixel_attention_mask" in batch:
-        return dict(batch)
-    # names of tensors in which axis 1 goes over the images of a sample
-    found = [name for name in ("image_grid_thw", "image_sizes") if name in batch and batch[name].dim() == 3]
-    pixels_have_it = batch["pixel_values"].dim() == 5 if "image_sizes" not in batch else "image_sizes" in found
-    found += ["pixel_values"] if "image_grid_thw" in batch or pixels_have_it else []
-    return {**batch, **{name: rearrange(batch[name], "b i ... -> (b i) ...") for name in found}}
 
 
 def messages_with_images(processor: Any, sample: Mapping[str, Any]) -> tuple[list[int], list[bool]]:

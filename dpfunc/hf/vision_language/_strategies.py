@@ -20,7 +20,6 @@ from dpfunc.functional import functionalize, with_params
 from dpfunc.functional._fsdp import outermost
 from dpfunc.hf._facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
-from dpfunc.hf.vision_language._images import flatten_images
 from dpfunc.lora import LoRA, attach
 from dpfunc.rng import Key
 from dpfunc.types import Params
@@ -148,24 +147,19 @@ def prepare(
 
 
 def _check(model: nn.Module, name: str, needed: Mapping[str, object], targets: object, train_projector: bool) -> None:
-    """Check that the options and the model fit the strategy."""
+    """Check that the options fit, that the base is in 4 bits exactly where it must be, and what is trained in float."""
     one_of("strategy", name, STRATEGIES)
     given = {**needed, "targets": targets, "train_projector": train_projector or None}
     missing = shorten([option for option, value in needed.items() if value is None])
     useless = shorten([option for option, value in given.items() if value is not None])
-    if name in _ADAPTERS and missing:
-        raise InvalidArgument(f"Expected {missing} with the strategy {name!r}, got none. Give all of them.")
+    refuse(
+        (name in _ADAPTERS and missing,
+         f"Expected {missing} with the strategy {name!r}, got none. Give all of them."),
+        (name not in _ADAPTERS and useless,
+         f"Expected no {useless} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."),
+    )  # fmt: skip
     if name in _ADAPTERS:
         integer("rank", needed["rank"], minimum=1)
-    elif useless:
-        raise InvalidArgument(
-            f"Expected no {useless} with the strategy {name!r}, which has no adapters. Take 'lora' or 'qlora'."
-        )
-    _check_weights(model, name, train_projector)
-
-
-def _check_weights(model: nn.Module, name: str, train_projector: bool) -> None:
-    """Check that the base is in 4 bits exactly where the strategy needs it, and that what is trained is in float."""
     quantised = quantised_layers(model)
     packed = _below(parts(model).projector, quantised)
     refuse(
@@ -270,7 +264,7 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     """The loss of the answers in batches of an `ImageTextCollator`: one or several images a sample, or none.
 
     For `make_loss_fn(forward, image_text_loss)` and `DPTrainer(loss=image_text_loss)`; the task `"vqa"` is the same,
-    and refuses batches without images. Images are as `flatten_images` takes them.
+    and refuses batches without images.
 
     Returns:
         (B,), float32: cross entropy of a sample's answer, mean over its own tokens. Unreleased.
@@ -283,7 +277,7 @@ def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[
     >>> image_text_loss(projector.forward, projector.params, batch).shape
     torch.Size([1])
     """
-    return causal_lm(forward, params, flatten_images(batch, nested=facts_of(forward).nested_images))
+    return causal_lm(forward, params, facts_of(forward).flatten_images(batch))
 
 
 def strategy_table(model: nn.Module, *, rank: int, noise_multiplier: float, expected_batch_size: float) -> str:

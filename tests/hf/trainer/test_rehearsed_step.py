@@ -13,7 +13,7 @@ from transformers import TrainerCallback, get_linear_schedule_with_warmup
 
 from dpfunc.checkpoint.journal import count_steps
 from dpfunc.errors import InvalidArgument
-from dpfunc.hf.trainer import _rehearsed_step
+from dpfunc.hf.trainer import _rehearsal
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import insecure_key
 
@@ -105,7 +105,7 @@ def test_a_run_after_it_has_the_same_bits(tmp_path, name, monkeypatch):
     found = []
     for kind in ("asked", "own", "none"):
         if kind == "none":
-            monkeypatch.setattr(_rehearsed_step, "rehearse_step", lambda *args: None)
+            monkeypatch.setattr(_rehearsal, "rehearse_step", lambda *args: None)
         evaluated = labelled(16) if "eval_steps" in changes else None
         trainer = trainer_of(tmp_path / kind, optimizer, schedule, changes=changes, eval_dataset=evaluated, key=KEY)
         if kind == "asked":

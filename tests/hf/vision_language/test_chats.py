@@ -10,8 +10,9 @@ from zoo.parity import engine_that_equals_the_loop
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
+from dpfunc.hf._facts import Facts
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.hf.vision_language._images import flatten_images, image_text_collator
+from dpfunc.hf.vision_language._images import image_text_collator
 from dpfunc.hf.vision_language.tiny_llava import draw
 
 TEMPLATE = (
@@ -54,7 +55,7 @@ def test_a_chat_among_others_has_the_loss_that_it_has_alone(name, side):
         found = make_loss_fn(forward, "vqa")(params, batch)
         for loss, sample, count in zip(found, made, counts, strict=True):
             _, own = collator(name, count, pad_to_multiple_of=1)
-            torch.testing.assert_close(loss, model(**flatten_images(own([sample]))).loss, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(loss, model(**Facts().flatten_images(own([sample]))).loss, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_chats_with_images_are_those_of_the_loop():

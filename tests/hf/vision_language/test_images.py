@@ -15,9 +15,10 @@ from zoo.parity import engine_that_equals_the_loop, nonzero_b, truth_of, without
 import dpfunc
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
+from dpfunc.hf._facts import Facts
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
-from dpfunc.hf.vision_language._images import flatten_images, image_text_collator
+from dpfunc.hf.vision_language._images import image_text_collator
 from dpfunc.hf.vision_language._strategies import image_text_loss, language_layers, prepare, strategy
 from dpfunc.hf.vision_language.tiny_llava import draw, tiny_processor
 from dpfunc.rng import insecure_key
@@ -74,7 +75,7 @@ def test_a_row_is_what_the_model_makes_of_the_sample_alone(name, side):
         torch.testing.assert_close(make_loss_fn(forward, "vqa")(params, collate(samples(name, counts))), found)
         for loss, sample, count in zip(found, samples(name, counts), counts, strict=True):
             _, own = collator(name, count, pad_to_multiple_of=1)
-            alone = model(**flatten_images(own([sample]))).loss
+            alone = model(**Facts().flatten_images(own([sample]))).loss
             torch.testing.assert_close(loss, alone, rtol=1e-4, atol=1e-5)
         batch = collate(samples(name, counts))
         if batch.pop("pixel_attention_mask", None) is not None:  # a collator of the user's own may leave it out
@@ -109,7 +110,7 @@ def test_arrays_are_fitted_or_refused():
 def test_images_in_one_tensor_for_all_samples_are_refused():
     """As Qwen's processor makes them: rows of pixels that no axis attributes to samples."""
     model, collate = collator("Qwen2-VL", 1)
-    batch = flatten_images(collate(samples("Qwen2-VL", (1, 1))))
+    batch = Facts().flatten_images(collate(samples("Qwen2-VL", (1, 1))))
     forward, params = functionalize(model)
     with pytest.raises(InvalidArgument, match=r"pixel_values.*has 48.*image_text_collator"):
         dpfunc.clipped.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
