@@ -94,8 +94,10 @@ def rehearse(
                 evaluate(made_up)
         if reload is not None:
             with tried("reload that works", _ENDED):
-                found = reload({name: value.clone() for name, value in made_up.items()})
-            _check_same(made_up, found)
+                read_back = reload({name: value.clone() for name, value in made_up.items()})
+            lost = [name for name, value in made_up.items() if not _is_same(value, read_back.get(name))]
+            others = f"got others for {shorten(lost)}. {NOTHING_SPENT}"
+            refuse((lost, f"Expected parameters that are read back as they were written, {others}"))
     if all(finite):
         return ()
     return (
@@ -137,6 +139,10 @@ def _refusal(error: Exception, place: str) -> InvalidArgument:
     )
 
 
+def _is_same(written: Tensor, found: Tensor | None) -> bool:
+    return found is not None and torch.equal(written.cpu(), found.detach().cpu().to(written.dtype))
+
+
 @contextmanager
 def tried(
     expected: str, advice: str = "It would end the run.", *, place: str = "",
@@ -149,19 +155,3 @@ def tried(
         raise InvalidArgument(
             f"Expected {expected}, got {place}{type(error).__name__}: {error} {advice} {NOTHING_SPENT}"
         ) from error
-
-
-def _check_same(written: Params, found: Mapping[str, Tensor]) -> None:
-    zero = torch.zeros(0)
-    lost = [
-        name
-        for name, value in written.items()
-        if not torch.equal(value.cpu(), found.get(name, zero).detach().cpu().to(value.dtype))
-    ]
-    refuse(
-        (
-            lost,
-            "Expected parameters that are read back as they were written, got others for "
-            f"{shorten(lost)}. {NOTHING_SPENT}",
-        )
-    )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc._utils.validation import one_of, positive, real
+from dpfunc._utils.validation import one_of, positive, real, refuse
 from dpfunc.errors import InvalidArgument
 
 IGNORED = -100
@@ -245,7 +245,9 @@ def _check(what: str, outputs: Tensor, other: str, labels: Tensor, *, whole: boo
     axes = [re.findall(r"\w", text.partition(" ")[2]) for text in (what, other)]
     shapes = [tuple(outputs.shape), tuple(labels.shape)]
     sizes = set(zip(chain(*axes), chain(*shapes), strict=False))
-    if [*map(len, axes)] != [*map(len, shapes)] or len(sizes) > len(set(chain(*axes))):
-        raise InvalidArgument(f"Expected {what} and {other} that fit, got {shapes[0]} and {shapes[1]}.")
-    if whole and (labels.is_floating_point() or labels.dtype == torch.bool):
-        raise InvalidArgument(f"Expected whole numbers as {other}, got {labels.dtype}.")
+    refuse(
+        ([*map(len, axes)] != [*map(len, shapes)] or len(sizes) > len(set(chain(*axes))),
+         f"Expected {what} and {other} that fit, got {shapes[0]} and {shapes[1]}."),
+        (whole and (labels.is_floating_point() or labels.dtype == torch.bool),
+         f"Expected whole numbers as {other}, got {labels.dtype}."),
+    )  # fmt: skip

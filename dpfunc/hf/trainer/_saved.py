@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.utils import logging as levels
 
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT
 from dpfunc.types import Params
@@ -80,15 +80,15 @@ def check_read_back(trainer: Any, folder: Path, params: Params) -> str | None:
                 params[name].copy_(value)
     got = failure or f"others for {shorten(lost)}"
     gone = _not_in(folder, trainer.model, {name: written[name] for name in lost})
-    configs = getattr(trainer.model, "peft_config", {}).values()
-    if (gone or broken) and not any(config.is_prompt_learning for config in configs):
-        raise CheckpointError(
-            f"Expected saved weights that hold all that is trained or was newly drawn, got {got}: they would be lost. "
-            f"Of PEFT name their modules in modules_to_save. {NOTHING_SPENT}"
-        )
+    prompts = any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values())
     message = f"Expected weights that are read back as they were written, got {got}."
-    if best and (failure or lost):
-        raise CheckpointError(f"{message} Leave load_best_model_at_end out: it would end the run. {NOTHING_SPENT}")
+    refuse(
+        ((gone or broken) and not prompts, CheckpointError(
+            f"Expected saved weights that hold all that is trained or was newly drawn, got {got}: they would be lost. "
+            f"Of PEFT name their modules in modules_to_save. {NOTHING_SPENT}")),
+        (best and (failure or lost), CheckpointError(
+            f"{message} Leave load_best_model_at_end out: it would end the run. {NOTHING_SPENT}")),
+    )  # fmt: skip
     if failure:
         return f"{message} The run cannot be resumed after an interruption."
     if differ := sorted(set().union(*_loaded(trainer.model, str(folder)).values())):

@@ -77,15 +77,31 @@ class ImageTextCollator:
         return batch
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
-        """Ids, labels and number of images of a sample, without padding."""
-        if "messages" in sample:
-            return self._encode_chat(sample)
+        """Ids, labels and number of images of a sample, without padding; its images stay, however long it is."""
+        images, image_id = len(_images_of(sample)), self.processor.image_token_id
+        expect(
+            images <= self.max_images, f"at most max_images={self.max_images} images a sample", "images", images,
+            "max_images is public: choose it for all samples that there could be.",
+        )  # fmt: skip
+        room = self.max_length - self.max_images * self.tokens_per_image
+        if "messages" in sample:  # by the rule of `dpfunc.hf.chat_tokens`
+            ids, labels = chats.cut(*messages_with_images(self.processor, sample), room, (image_id,))
+        else:
+            ids, labels = self._prompt_and_answer(sample, images, room)
+        groups = [self.image.tokens if one == image_id else (one,) for one in ids]
+        labels = [label for label, group in zip(labels, groups, strict=True) for _ in group]
+        return [one for group in groups for one in group], labels, images
+
+    def _prompt_and_answer(
+        self, sample: Mapping[str, Any], images: int, room: int
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
+        """Ids with one token for each image, and labels; without the middle of a long prompt, and the end of an answer
+        that takes over half of the room."""
         if not {"prompt", "answer"} <= sample.keys() <= {*_KEYS}:
             raise InvalidArgument(
                 "Expected samples with prompt, answer, and image or images, got the keys "
                 f"{shorten(list(sample))}. Rename the columns of the table."
             )
-        images = self._count(sample)
         prompt, tokenizer = self._prompt_ids(sample["prompt"], images), self.processor.tokenizer
         ids = tokenizer(sample["answer"], add_special_tokens=False, verbose=False)["input_ids"]  # silent about lengths
         answer = [*ids, tokenizer.eos_token_id]
@@ -93,35 +109,11 @@ class ImageTextCollator:
             raise InvalidArgument(
                 f"Expected an answer without {self.processor.image_token}, which stands for an image. Take it out."
             )
-        prompt, answer = self._shorten(prompt, answer)
-        return prompt + answer, [IGNORED] * len(prompt) + answer, images
-
-    def _encode_chat(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
-        """The same of a chat, cut by the rule of `dpfunc.hf.chat_tokens`; its images stay."""
-        images, image_id = self._count(sample), self.processor.image_token_id
-        ids, learnt = messages_with_images(self.processor, sample)
-        ids, labels = chats.cut(ids, learnt, self.max_length - self.max_images * self.tokens_per_image, (image_id,))
-        groups = [self.image.tokens if one == image_id else (one,) for one in ids]
-        labels = [label for label, group in zip(labels, groups, strict=True) for _ in group]
-        return [one for group in groups for one in group], labels, images
-
-    def _count(self, sample: Mapping[str, Any]) -> int:
-        """Number of images of a sample."""
-        images = len(_images_of(sample))
-        expect(
-            images <= self.max_images, f"at most max_images={self.max_images} images a sample", "images", images,
-            "max_images is public: choose it for all samples that there could be.",
-        )  # fmt: skip
-        return images
-
-    def _shorten(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Remove words, no tokens of images: the middle of a prompt, and the end of an answer over half of the room."""
-        room = self.max_length - self.max_images * self.tokens_per_image
-        words = [i for i, one in enumerate(prompt) if one not in self.image.tokens]
+        words = [i for i, one in enumerate(prompt) if one != self.processor.image_token_id]
         answer = answer[: max(room - len(words), room // 2)]
-        too_many = max(0, len(words) + len(answer) - room)
-        dropped = set(words[1 : 1 + too_many])
-        return [one for i, one in enumerate(prompt) if i not in dropped], answer
+        dropped = {*words[1 : 1 + max(0, len(words) + len(answer) - room)]}
+        prompt = [one for i, one in enumerate(prompt) if i not in dropped]
+        return prompt + answer, [IGNORED] * len(prompt) + answer
 
     def _prompt_ids(self, prompt: str, images: int) -> list[int]:
         token, image_id = self.processor.image_token, self.processor.image_token_id
@@ -138,7 +130,7 @@ class ImageTextCollator:
                 f"Expected one {token} in the prompt for each of its {images} images, got {ids.count(image_id)}. "
                 "With chat=True the template puts them in: leave them out of the prompt."
             )
-        return [i for one in ids for i in (self.image.tokens if one == image_id else [one])]
+        return list(ids)
 
     def _pad(self, ids: list[int], labels: list[int], images: int, length: int) -> tuple[list[int], ...]:
         """Ids, attention mask and labels of a row. Blank images take image tokens too, in the padding."""
