@@ -32,9 +32,10 @@ from dpfunc.sampling.users import CollatePersons, group_by_person
 from dpfunc.train._features import check_table
 from dpfunc.train._views import views_of
 from dpfunc.train.config import FEATURES, LANGUAGE, DataSection, Job
-from dpfunc.train.tables import TURNS, Row, Table, read_images, read_table, split
+from dpfunc.train.tables import TURNS, Row, Table, is_held_out, read_images, read_table
 
 _PADDING = 32  # few lengths of batches: engines look at each shape once
+_Made = tuple[Row, Mapping[str, Any]]  # a row, and its record
 
 
 @dataclass(frozen=True)
@@ -102,49 +103,48 @@ def read_records(job: Job, processing: Any) -> Records:
     """Read the training and evaluation records of a job; messages name a row by its number."""
     # tests/train/test_dataset.py::test_one_person_more_changes_nothing_of_the_others
     data, unit = job.data, job.data.unit_column
-    train, held_out = _split(job, _table(job, processing, data.train, unit, job.deduplicates))
+    made = _read_rows(job, processing, data.train, unit, job.deduplicates)
+    train, held_out = ([each for each in made if _is_held_out(job, each[0]) == side] for side in (False, True))
     if data.eval is not None:
-        held_out = _table(job, processing, data.eval, None, deduplicate=False).rows
+        held_out = _read_rows(job, processing, data.eval, None, deduplicate=False)
     refuse((not train, f"Expected records to train on in {data.train!r}, got none after the split."))
     content = itemgetter(*columns_of(job))
-    seen = not {*map(content, train)}.isdisjoint(map(content, held_out))
+    seen = not {content(row) for row, _ in train}.isdisjoint(content(row) for row, _ in held_out)
     persons = None
     if unit is not None:
         train, persons = _by_person(job, train, unit)
-    views = job.privacy.dp_views
-    vectors = len(train) * views + len(held_out)
-    _check_trainable(job, train, len(train if persons is None else persons), vectors, processing)
-    trained_on, evaluated_on = (
-        _records_of(job, processing, rows, _folder(job, file), views=count)
-        for rows, file, count in ((train, data.train, views), (held_out, data.eval or data.train, 1))
-    )
-    return Records(trained_on, evaluated_on, persons, seen)
+    views, trained_on = job.privacy.dp_views, [record for _, record in train]
+    units, vectors = len(train if persons is None else persons), len(train) * views + len(held_out)
+    _check_trainable(job, trained_on, units, vectors, processing)
+    evaluated_on = with_features(processing, [record for _, record in held_out])
+    return Records(with_features(processing, trained_on, views=views), evaluated_on, persons, seen)
 
 
-def _records_of(
-    job: Job, processing: Any, rows: Sequence[Row], folder: Path, *, views: int
+def with_features(
+    processing: Any, records: Sequence[Mapping[str, Any]], *, views: int = 1
 ) -> tuple[Mapping[str, Any], ...]:
-    """The records of rows; features are rows of one tensor, (K,) of each or (V, K) of V views.
+    """Records with features in the place of their source, rows of one tensor: (K,) of each or (V, K) of V views.
 
     A tensor for each would lie between the fragments of the heap that computing it has left, which are 20 times as
     large as the features of a small image (test_features_take_the_memory_that_they_need).
     """
-    made = (record_of(job, processing, row, folder, views=views) for row in rows)
-    if job.task not in FEATURES:
-        return tuple(made)
-    several = () if views == 1 else (views,)
-    whole = torch.empty(len(rows), *several, processing.size)
-    return tuple({**record, "features": x.copy_(record["features"])} for x, record in zip(whole, made, strict=True))
+    if not records or "source" not in records[0]:
+        return tuple(records)
+    whole = torch.empty(len(records), *([] if views == 1 else [views]), processing.size)
+    for x, record in zip(whole, records, strict=True):
+        seen = [record["source"]] if views == 1 else views_of(record["source"], views)
+        x.copy_(torch.stack([processing.encode(view) for view in seen]).view_as(x))
+    return tuple({"features": x, "labels": record["labels"]} for x, record in zip(whole, records, strict=True))
 
 
-def _check_trainable(job: Job, train: Sequence[Row], units: int, vectors: int, processing: Any) -> None:
+def _check_trainable(job: Job, train: Sequence[Mapping[str, Any]], units: int, vectors: int, processing: Any) -> None:
     """Check that there are two classes, about as many records as the plan is for, and memory for their features."""
     data, bound, most = job.data, job.privacy.dp_dataset_size, job.training.cache_mib
     size = processing.size if job.task in FEATURES else 0
     what = "records" if job.privacy.dp_views == 1 else "views of records"
     needed = -(-vectors * size * 4 // 2**20)
     refuse(
-        (job.task in ("text_classification", *FEATURES) and len({row[data.label_column] for row in train}) == 1,
+        (job.task in ("text_classification", *FEATURES) and len({record["labels"] for record in train}) == 1,
          f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
          "record would be given. Check data.label_column, and that the table is whole."),
         (job.task in FEATURES and bound is not None and 2 * units < bound,
@@ -156,20 +156,15 @@ def _check_trainable(job: Job, train: Sequence[Row], units: int, vectors: int, p
     )  # fmt: skip
 
 
-def _folder(job: Job, file: str) -> Path:
-    """The folder from which paths of images count."""
-    return Path(file) if job.task == "image_classification" else Path(file).parent
-
-
-def _split(job: Job, table: Table) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training rows and held-out rows; images are divided by their content, not by their names."""
-    by = "digest" if job.task == "image_classification" else job.data.unit_column
-    return split(table.rows, job.data.eval_fraction, job.training.seed, by)
+def _is_held_out(job: Job, row: Row) -> bool:
+    """True for a row that is not trained on; images are divided by their content, not by their names."""
+    unit = "digest" if job.task == "image_classification" else job.data.unit_column
+    return is_held_out(row, job.data.eval_fraction, job.training.seed, unit)
 
 
 def count_records(job: Job) -> int:
     """Number of records that a job trains on; nothing else of its table is looked at."""
-    return len(_split(job, _read(job, job.data.train, None, job.deduplicates))[0])
+    return sum(not _is_held_out(job, row) for row in _read(job, job.data.train, None, job.deduplicates).rows)
 
 
 def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
@@ -192,24 +187,24 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
     return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, values=values, optional=optional)
 
 
-def _table(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> Table:
-    """A table of the job, if its labels are known, its images are there, and its columns are as the job says."""
-    table = _read(job, file, unit, deduplicate)
-    path = Path(file)
+def _read_rows(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> list[_Made]:
+    """The rows of a table and their records, if all can be used, and the columns are as the job says."""
+    table, path = _read(job, file, unit, deduplicate), Path(file)
+    made: list[_Made] = []
     for number, row in zip(table.numbers, table.rows, strict=True):
         where = row["place"] if job.task == "image_classification" else f"row {number} of {path.name}"
-        _check_row(job, processing, row, where, _folder(job, file))
+        made.append((row, record_of(job, processing, row, path.parent, where)))
     if isinstance(processing, TableFeatures):
         check_table(processing, table, path.name)
-    return table
+    return made
 
 
-def _by_person(job: Job, rows: Sequence[Row], unit: str) -> tuple[tuple[Row, ...], tuple[range, ...]]:
-    """The rows that are used, and the positions of each person's among them."""
+def _by_person(job: Job, made: Sequence[_Made], unit: str) -> tuple[list[_Made], tuple[range, ...]]:
+    """What is used, and the positions of each person's among it."""
     key, limit = fold_in(insecure_key(job.training.seed), "records of a person"), job.data.units_size
-    owned = group_by_person([row[unit] for row in rows], max_texts=limit, key=key).rows()
+    owned = group_by_person([row[unit] for row, _ in made], max_texts=limit, key=key).rows()
     ends = [0, *accumulate(map(len, owned))]
-    return tuple(rows[place] for own in owned for place in own), tuple(range(*pair) for pair in pairwise(ends))
+    return [made[place] for own in owned for place in own], tuple(range(*pair) for pair in pairwise(ends))
 
 
 def seen_lines(records: Records) -> list[str]:
@@ -267,8 +262,11 @@ def learnt_columns(job: Job) -> tuple[str, ...]:
     return both if job.task == "preference" else (data.response_column or data.text_column,)
 
 
-def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) -> None:
-    """Check the label or the images of a row, before anything is spent; no message shows anything of the row."""
+def record_of(job: Job, processing: Any, row: Row, folder: Path, where: str = "a made-up row") -> Mapping[str, Any]:
+    """The record of a row, if it can be used; no message shows anything of the row.
+
+    It has token ids and labels, or what the collator of images takes, or the source of its features.
+    """
     data = job.data
     written = job.task == "preference" and not data.chat
     turns = [column for column in columns_of(job) if written and chats.written_turns(row[column])]
@@ -278,49 +276,57 @@ def _check_row(job: Job, processing: Any, row: Row, where: str, folder: Path) ->
     )  # fmt: skip
     if data.chat or job.task == "preference":
         try:
-            record_of(job, processing, row, folder)
+            record = _said(job, processing, row, folder) if data.chat else _preferred(job, processing, row)
         except InvalidArgument as error:
             what = "pair" if job.task == "preference" else "chat"
             raise InvalidArgument(f"The {what} in {where} cannot be used. {error}") from None
+        if job.task == "vqa":
+            _check_images(record["images"], data, where)
+        return record
     match job.task:
-        case "text_classification" | "table_classification":
-            _check_known([row[data.label_column]], data, where)
-        case "text_regression" if not math.isfinite(number_of(row[data.label_column])):
-            raise InvalidArgument(
-                f"Expected a finite number in the column {data.label_column!r} in {where}, got another."
-            )
-        case "token_classification":
-            _check_words(row, data, where)
+        case "causal_lm":
+            return language_record(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
+        case "seq2seq":
+            return _translated(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
         case "vqa":
-            images = _images(data, row)
+            return _asked(processing, row, data, folder, where)
+        case "token_classification":
+            return _labelled(processing, row, data, where)
+        case "text_regression":
+            number = number_of(row[data.label_column])
             refuse(
-                (len(images) > data.max_images,
-                 f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
-                 "public: choose it for all records that there could be."),
+                (not math.isfinite(number),
+                 f"Expected a finite number in the column {data.label_column!r} in {where}, got another."),
             )  # fmt: skip
-            for image in images:
-                _check_image(folder / image, where)
-        case "image_classification":
-            _check_image(folder / row["image"], where)
+            return {**_encoded(processing, row, data), "labels": number}
+    [label] = _classes([row[data.label_column]], data, where)
+    if job.task == "image_classification":
+        _check_image(folder / row["image"], where)
+        return {"source": folder / row["image"], "labels": label}
+    of_row = {"source": row} if job.task == "table_classification" else _encoded(processing, row, data)
+    return {**of_row, "labels": label}
 
 
-def _check_words(row: Row, data: DataSection, where: str) -> None:
-    words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
-    refuse(
-        (not words or len(words) != len(given),
-         f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
-         "Write two lists, or two texts with spaces between the words and between the labels."),
-    )  # fmt: skip
-    _check_known(given, data, where)
-
-
-def _check_known(given: list[str], data: DataSection, where: str) -> None:
+def _classes(given: Sequence[str], data: DataSection, where: str) -> list[int]:
+    """The numbers of the classes with these labels."""
     labels = data.classes
     if others := {*given} - {*labels}:
         alike = {label.strip().casefold() for label in labels} & {label.strip().casefold() for label in others}
         hint = "an empty one" if others == {""} else "another"
         hint += ", which differs in capitals or in spaces around it" if alike else ""
         raise InvalidArgument(f"Expected one of data.labels ({', '.join(labels)}) in {where}, got {hint}.")
+    return [labels.index(label) for label in given]
+
+
+def _check_images(images: Sequence[str], data: DataSection, where: str) -> None:
+    """Check the number of images of a record, and each of them."""
+    refuse(
+        (len(images) > data.max_images,
+         f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
+         "public: choose it for all records that there could be."),
+    )  # fmt: skip
+    for image in images:
+        _check_image(Path(image), where)
 
 
 def _check_image(image: Path, where: str) -> None:
@@ -338,33 +344,13 @@ def _read_once(image: Path, changed: int, size: int) -> None:
     check_readable(image)
 
 
-def record_of(job: Job, processing: Any, row: Row, folder: Path, *, views: int = 1) -> Mapping[str, Any]:
-    """Make the record of a row: token ids and labels, or what the collator of images takes, or features of views."""
-    data = job.data
-    if data.chat:
-        return _said(job, processing, row, folder)
-    match job.task:
-        case "causal_lm":
-            return language_record(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
-        case "preference":
-            answers = zip(ANSWERS, learnt_columns(job), strict=True)
-            return distinct({
-                name: language_record(processing, _prompt(row, data), row[column], data) for name, column in answers
-            }, data.max_length)  # fmt: skip
-        case "seq2seq":
-            return _translated(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
-        case "vqa":
-            return _asked(processing, row, data, folder)
-        case "token_classification":
-            return _labelled(processing, row, data)
-    label = row[data.label_column]
-    labels = {"labels": float(label) if job.task == "text_regression" else data.classes.index(label)}
-    if job.task in FEATURES:
-        record = row if job.task == "table_classification" else folder / row["image"]
-        if views > 1:
-            return {"features": torch.stack([processing.encode(view) for view in views_of(record, views)]), **labels}
-        return {"features": processing.encode(record), **labels}
-    return {**_encoded(processing, row, data), **labels}
+def _preferred(job: Job, tokenizer: Any, row: Row) -> Mapping[str, Any]:
+    """Token ids and labels of both answers to the prompt of a row."""
+    prompt, data = _prompt(row, job.data), job.data
+    answers = zip(ANSWERS, learnt_columns(job), strict=True)
+    return distinct({
+        name: language_record(tokenizer, prompt, row[column], data) for name, column in answers
+    }, data.max_length)  # fmt: skip
 
 
 def _prompt(row: Row, data: DataSection) -> str:
@@ -388,14 +374,6 @@ def _texts(value: str, whole: bool = False) -> list[str]:
     return list(found)
 
 
-def _images(data: DataSection, row: Row) -> list[str]:
-    """The paths of the images of a row; of a chat those in its turns, or else in their column."""
-    if data.chat:
-        found = chats.images(chats.chat_messages(_values(row, data.chat), data.chat))
-        return found or _texts(row[data.image_column] or "[]", whole=True)
-    return [row[data.image_column]] if data.max_images == 1 else _texts(row[data.image_column], whole=True)
-
-
 def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
     """The values of JSON in columns; turns, or one column alone, may be a text of JSON in it, as a .csv has them."""
     found = {column: json.loads(row[column]) if row[column] else None for column in columns}
@@ -415,7 +393,8 @@ def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any
         return pair_tokens(processing, pair_messages(values, data.chat), max_length=data.max_length, tools=tools)
     turns = chats.chat_messages(values, data.chat)
     if job.task == "vqa":
-        sample = {"messages": turns, "images": [str(folder / image) for image in _images(data, row)]}
+        images = chats.images(turns) or _texts(row[data.image_column] or "[]", whole=True)
+        sample = {"messages": turns, "images": [str(folder / image) for image in images]}
         messages_with_images(processing, sample)
         return sample
     return chats.chat_tokens(
@@ -436,16 +415,20 @@ def chat_lines(job: Job, processing: Any) -> list[str]:
     return [f"chat: what is learnt of a made-up one stands in [[ ]]: {said}"] * (job.data.loss_on == "response")
 
 
-def _labelled(tokenizer: Any, row: Row, data: DataSection) -> Mapping[str, Any]:
+def _labelled(tokenizer: Any, row: Row, data: DataSection, where: str) -> Mapping[str, Any]:
     """Words with a label at the first token of each; what is cut off has none."""
-    given = [data.classes.index(label) for label in _texts(row[data.label_column])]
-    encoded = tokenizer(
-        _texts(row[data.text_column]), is_split_into_words=True, truncation=True, max_length=data.max_length
-    )
-    words = encoded.word_ids()
+    words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+    refuse(
+        (not words or len(words) != len(given),
+         f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
+         "Write two lists, or two texts with spaces between the words and between the labels."),
+    )  # fmt: skip
+    classes = _classes(given, data, where)
+    encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=data.max_length)
+    places = encoded.word_ids()
     labels = [
-        IGNORED if word is None or word == before else given[word]
-        for word, before in zip(words, [None, *words], strict=False)
+        IGNORED if place is None or place == before else classes[place]
+        for place, before in zip(places, [None, *places], strict=False)
     ]
     return {"input_ids": list(encoded["input_ids"]), "labels": labels}
 
@@ -459,9 +442,11 @@ def _translated(tokenizer: Any, prompt: str, response: str, data: DataSection) -
     return {"input_ids": list(tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]), "labels": learnt}
 
 
-def _asked(processor: Any, row: Row, data: DataSection, folder: Path) -> Mapping[str, Any]:
+def _asked(processor: Any, row: Row, data: DataSection, folder: Path, where: str) -> Mapping[str, Any]:
     """Question, answer and paths of the images; marks of images in the texts are taken out: each has one, put here."""
-    images = [str(folder / image) for image in _images(data, row)]
+    of_row = row[data.image_column]
+    images = [str(folder / image) for image in ([of_row] if data.max_images == 1 else _texts(of_row, whole=True))]
+    _check_images(images, data, where)
     question, answer = (
         row[column].replace(processor.image_token, "").strip() for column in (data.question_column, data.answer_column)
     )

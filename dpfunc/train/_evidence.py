@@ -129,7 +129,7 @@ def _train(prepared: Prepared, data: Rows, key: Key, watch: _Watch) -> Any:
 
 def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     """The job of a run folder, to be run elsewhere, and the key that it had."""
-    job, seed = folders.saved_job(run)
+    job, seed, _ = folders.saved_job(run)
     refuse((not job.privacy.dp_enabled, f"Expected a private run, got {str(run)!r}, the twin without privacy."))
     training = replace(job.training, report_to=None, eval_steps=None)
     # what was spent when the run began is in its journal; its budget, where it is reserved, counts the run itself now
@@ -166,7 +166,7 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
         data, removed = Rows(tuple(prepared.records.units)), plan.adjacency != "replace_one"
         found = compare(loop, data, steps, candidates, removed=removed)
     recorded = read_steps(run / files.JOURNAL).get(fingerprint(key), {})
-    return found, replay_values(found, run / "job.json", plan, {
+    return found, replay_values(found, run / folders.JOB_FILE, plan, {
         "run": fingerprint(key),
         "reproduced": sum(recorded.get(step) == taken for step, taken in loop.journal.items()),
         "weights": loop.weights or None,
@@ -188,4 +188,4 @@ def audit(run: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple
         with lines_of():
             plan = _train(prepared, Rows(tuple(prepared.records.units)), key, watch).plan
     found, about = planted.verdict(plan, score), {"space": "gradient", "score": score}
-    return found, audit_values(found, run / "job.json", plan, len(planted.reads), about)
+    return found, audit_values(found, run / folders.JOB_FILE, plan, len(planted.reads), about)

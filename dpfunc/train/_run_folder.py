@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dpfunc._utils.files import remove, replace_file
 from dpfunc._utils.locks import LOCK_FILE
@@ -24,7 +24,7 @@ from dpfunc.train.config import Job, job_from_dict, job_to_dict
 from dpfunc.train.tables import json_values
 
 MODEL = "model"
-_JOB_FILE = "job.json"
+JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
 _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
 _PERSON = "one person: all records with the same value of the unit column"
@@ -34,19 +34,19 @@ def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, i
     """Keep the job in its folder, as it was given and as it runs."""
     folder.mkdir(parents=True, exist_ok=True)
     remove(folder / START)  # of a run that was killed here before its first step
-    replace_file(folder / _JOB_FILE, json.dumps({
+    replace_file(folder / JOB_FILE, json.dumps({
         "job": job_to_dict(job), "filled": job_to_dict(filled), "recipe": dict(reasons), "insecure_seed": insecure_seed,
         "trained_on": str(Path(job.data.train).absolute()),
     }, indent=1) + "\n")  # fmt: skip
 
 
-def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | None]:
-    """The job of a folder as JSON values, the same with the values of its recipe, and its insecure seed."""
-    path = folder / _JOB_FILE
+def _job_file(folder: Path) -> dict[str, Any]:
+    """What `write_job` has kept in a folder: the job as it was given and as it runs, its insecure seed, its table."""
+    path = folder / JOB_FILE
     try:
         match unique_json(path.read_bytes()):
-            case {"job": dict() as job, "filled": dict() as filled, "insecure_seed": (int() | None) as seed}:
-                return job, filled, seed
+            case {"job": dict(), "filled": dict(), "insecure_seed": int() | None} as values:
+                return cast(dict[str, Any], values)
         problem = "it does not hold a job"
     except (OSError, ValueError) as error:
         problem = str(error)
@@ -56,26 +56,21 @@ def _read_job_file(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int | 
     )
 
 
-def saved_job(folder: Path) -> tuple[Job, int | None]:
-    """The job of a run folder, and its insecure seed."""
+def saved_job(folder: Path) -> tuple[Job, int | None, Path]:
+    """The job of a run folder, its insecure seed, and the table that it was trained on, wherever this process is."""
     refuse(
-        (not (folder / _JOB_FILE).is_file(), CheckpointError(
-            f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {_JOB_FILE}.")),
+        (not (folder / JOB_FILE).is_file(), CheckpointError(
+            f"Expected the folder of a run of dpfunc train, got {str(folder)!r} without {JOB_FILE}.")),
     )  # fmt: skip
-    _, filled, seed = _read_job_file(folder)
-    return job_from_dict(filled), seed
-
-
-def trained_on(folder: Path) -> Path:
-    """The table that the run of a folder was trained on, wherever this process is."""
-    values = unique_json((folder / _JOB_FILE).read_bytes())
-    return Path(values.get("trained_on", values["job"]["data"]["train"]))
+    values = _job_file(folder)
+    job = job_from_dict(values["filled"])
+    return job, values["insecure_seed"], Path(values.get("trained_on", job.data.train))  # not in older folders
 
 
 def recorded_job(job: Job) -> Job:
     """The job of a run that is resumed, with the values that its recipe gave; what is free as in `job`."""
     # tests/train/test_recipe.py::test_a_resumed_run_has_the_recorded_values
-    _, filled, _ = _read_job_file(Path(job.output_dir))
+    filled = _job_file(Path(job.output_dir))["filled"]
     for section, values in job_to_dict(job).items():
         if isinstance(values, dict):
             filled[section] = {**filled[section], **{key: value for key, value in values.items() if key in _FREE}}
@@ -96,8 +91,8 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
          f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
          f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."),
     )  # fmt: skip
-    names = {path.name for path in folder.glob("*")} - {LOCK_FILE, f"{_JOB_FILE}.new"}
-    killed_before = _JOB_FILE in names and MODEL not in names and not released(folder)
+    names = {path.name for path in folder.glob("*")} - {LOCK_FILE, f"{JOB_FILE}.new"}
+    killed_before = JOB_FILE in names and MODEL not in names and not released(folder)
     if resume:
         _check_same_job(job, folder, insecure_seed)
     elif names and not killed_before:
@@ -113,13 +108,13 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
 def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
     """Check that a folder holds a run of this very job, with a checkpoint to resume from."""
     refuse(
-        (not (folder / _JOB_FILE).is_file(), CheckpointError(
+        (not (folder / JOB_FILE).is_file(), CheckpointError(
             f"Expected a run in {str(folder)!r} to resume, found none. Start it without --resume.")),
     )  # fmt: skip
-    saved, _, seed = _read_job_file(folder)
-    changed = _differences(saved, job_to_dict(job))
-    if seed != insecure_seed:
-        changed.append(f"--insecure-seed was {seed}, now {insecure_seed}")
+    saved = _job_file(folder)
+    changed = _differences(saved["job"], job_to_dict(job))
+    if saved["insecure_seed"] != insecure_seed:
+        changed.append(f"--insecure-seed was {saved['insecure_seed']}, now {insecure_seed}")
     refuse(
         (changed, CheckpointError(
             f"Expected the job that {str(folder)!r} was started with, got another: {shorten(changed)}. A resumed run "
@@ -213,7 +208,7 @@ def check_spent_units(job: Job) -> None:
 
 def _unit_of_run(path: Path) -> str | None:
     """The unit in a record of a run; of a journal, that of the job or the record beside it."""
-    beside = (path, path.parent / ACCOUNTING, path.parent / _JOB_FILE)
+    beside = (path, path.parent / ACCOUNTING, path.parent / JOB_FILE)
     for values in map(json_values, beside if path.suffix == ".jsonl" else (path,)):
         if isinstance(values.get("unit"), str):
             return str(values["unit"])

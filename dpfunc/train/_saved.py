@@ -21,7 +21,7 @@ from dpfunc.hf._facts import evaluating
 from dpfunc.hf.chats import MADE_UP
 from dpfunc.hf.pairs import MADE_UP_PAIR
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.train._dataset import collator, columns_of, learnt_columns, record_of
+from dpfunc.train._dataset import collator, columns_of, learnt_columns, record_of, with_features
 from dpfunc.train._features import Front, load_features, save_features
 from dpfunc.train._model import load_base, load_processing, one_line
 from dpfunc.train._preferences import loss_of_record, without_references
@@ -138,7 +138,8 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         made = [record_of(job, processing, _made_up_row(job, number, folder), folder) for number in range(2)]
-        return cast(dict[str, Tensor], collator(job, processing)(without_references(job, made)))
+        records = with_features(processing, without_references(job, made))
+        return cast(dict[str, Tensor], collator(job, processing)(records))
 
 
 def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from dpfunc.hf import chats
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_processing, one_line
-from dpfunc.train._run_folder import MODEL, saved_job, trained_on
+from dpfunc.train._run_folder import MODEL, saved_job
 from dpfunc.train._saved import load_trained
 from dpfunc.train.tables import read_table, same_file
 
@@ -68,7 +68,7 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     epsilon null (tests/train/test_generate.py::test_a_model_without_privacy_is_refused).
     """
     root = Path(folder)
-    job, insecure_seed = saved_job(root)
+    job, insecure_seed, table = saved_job(root)
     refuse(
         (job.task not in ("causal_lm", "preference"),
          f"Expected a run with task causal_lm or preference, got {job.task!r} in {str(root)!r}."),
@@ -78,7 +78,7 @@ def load_writer(folder: Path | str, *, allow_non_private: bool = False, prompts:
     why = "" if insecure_seed is None else "has a key that anybody can guess (--insecure-seed)"
     spent = _record_of(root, why if job.privacy.dp_enabled else "was trained without privacy", allow_non_private)
     refuse(
-        (spent and prompts and same_file(prompts, trained_on(root)),
+        (spent and prompts and same_file(prompts, table),
          f"Expected prompts that are public, got --prompts {prompts}, the table that the model was trained on. Its "
          "fields would go along with each text, and epsilon does not cover them. Write prompts of your own, e.g. "
          "one for each class."),

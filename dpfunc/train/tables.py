@@ -318,17 +318,12 @@ def _columns_of_pair(row: Mapping[Any, Any]) -> Sequence[str]:
     return ()
 
 
-def split(
-    rows: Sequence[Row], fraction: float, seed: int, unit: str | None = None
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training and held-out rows; each row's side is decided by the row alone, or, with `unit`, by whose it is."""
+def is_held_out(row: Row, fraction: float, seed: int, unit: str | None = None) -> bool:
+    """True for this share of the rows; each row's side is decided by the row alone, or, with `unit`, by whose it is."""
     # tests/train/test_tables.py::test_a_row_is_on_the_same_side_whatever_else_is_there
-    sides: tuple[list[Row], list[Row]] = [], []
-    for row in rows:
-        text = json.dumps([seed, sorted(row.items() if unit is None else [(unit, row[unit])])])
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        sides[int.from_bytes(digest) / 2**64 < fraction].append(row)
-    return tuple(sides[0]), tuple(sides[1])
+    text = json.dumps([seed, sorted(row.items() if unit is None else [(unit, row[unit])])])
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64 < fraction
 
 
 def json_values(path: Path) -> dict[str, Any]:
@@ -359,7 +354,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def read_images(folder: Path, labels: Sequence[str], label_column: str, *, deduplicate: bool) -> Table:
-    """The images of `folder/class/*`, class by class: path in the folder, digest of the file, class, and its place.
+    """The images of `folder/class/*`, class by class: path beside the folder, digest of the file, class, and its place.
 
     A file that is no image is an error: it would be left out without a word.
     """
@@ -382,7 +377,8 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
             )  # fmt: skip
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
             rows[len(rows) + 1] = {
-                "image": path.relative_to(folder).as_posix(), "digest": digest, "place": place, label_column: label,
+                "image": path.relative_to(folder.parent).as_posix(), "digest": digest, "place": place,
+                label_column: label,
             }  # fmt: skip
     refuse((not rows, f"Expected images in the folders of {str(folder)!r}, got none."))
     return _table(rows, ("digest", label_column), deduplicate)

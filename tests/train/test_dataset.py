@@ -28,7 +28,7 @@ from dpfunc.train._metrics import classification
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
 from dpfunc.train.config import LOSSES, DataSection
-from dpfunc.train.tables import read_table, split
+from dpfunc.train.tables import is_held_out, read_table
 
 
 def words_of(row):
@@ -471,7 +471,7 @@ def test_one_person_more_changes_nothing_of_the_others(tmp_path_factory, table, 
     for table_of in (before, after):
         write_rows(folder / "t.jsonl", table_of)
         read = read_table(folder / "t.jsonl", ["text", "author"], unit="author").rows
-        sides = split(read, 0.4, seed, "author")
+        sides = [[row for row in read if is_held_out(row, 0.4, seed, "author") == side] for side in (False, True)]
         found.append([[row for row in side if row["author"] != "new"] for side in sides])
         assert not {row["author"] for row in sides[0]} & {row["author"] for row in sides[1]}
     assert found[0] == found[1]

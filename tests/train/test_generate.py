@@ -11,7 +11,7 @@ import pytest
 from text_job import TOPICS, run, trained, write_job
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train._run_folder import trained_on
+from dpfunc.train._run_folder import saved_job
 from dpfunc.train.generate import Sampling, Writer, load_writer, read_prompts, sample, write_texts
 
 ACCOUNTING = "privacy_accounting.json"
@@ -186,11 +186,12 @@ def test_nothing_is_overwritten(here):
 
 def test_the_training_table_is_no_file_of_prompts(here, monkeypatch):
     """Its responses would be written beside an epsilon that does not cover them."""
-    assert trained_on(Path("run")) == Path.cwd() / "mails.jsonl"  # also from another folder
+    job, seed, trained_on = saved_job(Path("run"))
+    assert trained_on == Path.cwd() / "mails.jsonl"  # also from another folder
     table, copy = here / "mails.jsonl", here / "copy.jsonl"
     for file in (table, copy):
         file.write_text('{"prompt": "a", "response": "b"}\n')
-    monkeypatch.setattr("dpfunc.train.generate.trained_on", lambda folder: table)
+    monkeypatch.setattr("dpfunc.train.generate.saved_job", lambda folder: (job, seed, table))
     for private in (table, copy):
         result = generate("--num", 2, "--prompts", private, "--out", here / "texts.jsonl")
         assert (result.exit_code, "the table that the model was trained on" in result.stderr) == (1, True)

@@ -217,7 +217,7 @@ def test_a_private_search_releases_its_best_run_and_its_record(here, form):
     found = record("run")
     assert (found["schema"], found["epsilon"] <= 20, found["noise_key"]) == ("dpfunc.selection/3", True, "secret")
     chosen = found["candidates"][found["chosen"]]
-    job, _ = saved_job(Path("run"))
+    job, *_ = saved_job(Path("run"))
     assert (job.lora.rank, job.training.learning_rate) == (chosen["rank"], pytest.approx(chosen["learning_rate"]))
     writer = load_writer("run")
     assert (writer.epsilon, writer.delta) == (found["epsilon"], found["delta"])
