@@ -8,6 +8,7 @@ import pytest
 import text_job
 
 from benchmarks import beside
+from benchmarks.results import rows_of
 
 EASY = 200.0  # an epsilon at which noise hides little
 
@@ -57,6 +58,20 @@ def test_a_way_that_is_behind_is_seen():
     assert lines[4] == "| a head alone | the loop | .710 ± .025 | -.200 ± .023 | 3 | 3.0000 | 2 |"
     gap, wide = beside.against(reached["trainer"], reached["command"])
     assert abs(gap) < wide
+
+
+def test_committed_runs_are_what_the_page_says_of_them():
+    """Each way ran as often, within the budget, and none is behind the command by more than the interval."""
+    rows = rows_of(beside.RESULT)
+    assert len(rows) == len({beside.place(row) for row in rows})
+    assert all(row["epsilon"] <= beside.adapters.EPSILON for row in rows)
+    for kind in beside.KINDS:
+        reached = {
+            way: [row["accuracy"] for row in rows if (row["way"], row["kind"]) == (way, kind)] for way in beside.WAYS
+        }
+        assert len({len(values) for values in reached.values()}) == 1
+        gaps = [beside.against(reached[way], reached["command"]) for way in ("trainer", "loop")]
+        assert all(gap + wide >= 0 for gap, wide in gaps)
 
 
 def test_a_page_without_the_loop_is_refused(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from local_process import locally, settings_stay_as_they_were  # noqa: F401  (fi
 
 from benchmarks import (
     audit_power,
+    beside,
     distributed,
     freed_memory,
     gpu,
@@ -30,6 +31,7 @@ from benchmarks.results import filled, read, rows_of
 from benchmarks.survey import __main__ as survey
 
 TABLES = {
+    "beside": (beside.PAGE, lambda: beside.tables(rows_of(beside.RESULT))),
     "performance": (goals.PAGE, lambda: goals.tables(goals.reports())),
     "growth": (growth.PAGE, lambda: {"growth": growth.table(read(growth.RESULT)["cases"])}),
     "distributed": (distributed.GUIDE, lambda: distributed.tables(read(distributed.RESULT)["cases"])),
