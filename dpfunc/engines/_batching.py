@@ -19,7 +19,6 @@ from dpfunc.batches import tree_leaves
 from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines._levels import NeedsLoop, Pass, at_a_level, is_row
 from dpfunc.engines._native import Results, joined
-from dpfunc.engines._reads import agreed
 
 _log = logging.getLogger("dpfunc")
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -66,13 +65,13 @@ def _unchanged(value: Tensor, before: Tensor) -> bool:
     return bool(((value == before) | (value != value)).all())
 
 
-def _same(owner: Pass, shapes: Sequence[Any], name: str) -> None:
-    if any(shape != shapes[0] for shape in shapes):
-        agreed(owner, shapes, name)
+def by_rows(
+    owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, shapes_vary: bool = False
+) -> Any:
+    """The result of a function, row by row below both levels, as one node; a call that it cannot do ends the pass.
 
-
-def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a function, row by row below both levels, as one node; a call that it cannot do ends the pass."""
+    With `shapes_vary`, shapes of the result follow from values, so Python reads them whatever batching rules torch has.
+    """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [place for place, value in enumerate(flat) if isinstance(value, Tensor)]
     inputs = [flat[place] for place in places]
@@ -81,25 +80,20 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
         return func(*args, **kwargs)
     name, rest = getattr(func, "__name__", str(func)), list[Any]()
     why = f"torch's rule of {name} for rows was not seen right in torch {VERSION}"
+    if shapes_vary:
+        why = f"shapes of {name} follow from values of rows"
     if not owner.at_levels():
         owner.stop(NeedsLoop(f"{why}, and the loss calls it inside of a transform"))
 
     def call(*values: Tensor) -> Results:
-        rows = zip(*(value.unbind() for value in values), strict=True)
-        each = [_of_row(own) for own in rows]
-        leaves, specs = zip(*map(pytree.tree_flatten, each), strict=True)
-        _same(owner, [str(found) for found in specs], name)
-        stacked = []
-        rest[:] = [specs[0], *leaves[0]]
-        for place, found in enumerate(zip(*leaves, strict=True), 1):
-            is_tensor = isinstance(found[0], Tensor)
-            if not is_tensor:
-                agreed(owner, found, name)
-            else:
-                _same(owner, [tuple(v.shape) for v in found], name)
-                rest[place] = ...
-                stacked.append(torch.stack(found))
-        return tuple(stacked)
+        found = [pytree.tree_flatten(_of_row(own)) for own in zip(*(value.unbind() for value in values), strict=True)]
+        (leaves, made_of), keys = found[0], [(str(own), *map(_fact, leaves)) for leaves, own in found]
+        same = all(key == keys[0] for key in keys)
+        if shapes_vary or not same or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            owner.agree(keys, name)
+        rest[:] = [made_of, *(... if isinstance(leaf, Tensor) else leaf for leaf in leaves)]
+        each = zip(*(own for own, _ in (found if same else found[:1] * len(found))), strict=True)
+        return tuple(torch.stack(own) for own in each if isinstance(own[0], Tensor))
 
     def _of_row(given_row: Sequence[Tensor]) -> Any:
         filled, own = list(flat), [value.clone() for value in given_row]
@@ -118,6 +112,12 @@ def by_rows(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     made = joined(owner, call, inputs, wanted)
     if not torch.equal(before, torch.default_generator.get_state()):
         owner.stop(NeedsLoop(f"{why}, and it draws random numbers"))
-    owner.by_row.setdefault(name)
+    if not shapes_vary:
+        owner.by_row.setdefault(name)
     results = iter(made)
     return pytree.tree_unflatten([next(results) if leaf is ... else leaf for leaf in rest[1:]], rest[0])
+
+
+def _fact(leaf: Any) -> Any:
+    """What must be the same for all rows of a part of a result: the shape of a tensor, or a value of Python."""
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._levels import Node, NoRules, OutsideTransforms, Pass, apply_node, inside, is_row, of_rows
+from dpfunc.engines._levels import Handler, Node, NoRules, OutsideTransforms, Pass, apply_node, inside, is_row, of_rows
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import DeferredGrad, Dense
-from dpfunc.engines._reads import Handler
 from dpfunc.engines._rules import REGISTERED, RULES
 from dpfunc.engines._rules.table import MATMULS, Bound, Form, ParameterUse, Rule, of_products
 

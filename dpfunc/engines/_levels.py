@@ -6,7 +6,7 @@ Each assumption about torch has a test in `tests/engines/test_levels.py`, which 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
@@ -356,19 +356,23 @@ class Pass(TorchFunctionMode):
         self.stopped = self.stopped or stop
         raise stop
 
-    def differ(self, stop: Diverged) -> None:
-        """End the pass where rows differ. In lockstep, continue with the first row, since other processes wait."""
-        if in_lockstep():
-            self.disagreed = self.disagreed or stop
-        else:
-            self.stop(stop)
+    def agree(self, keys: Sequence[Hashable], read: str) -> None:
+        """End the pass where rows have different keys. In lockstep, continue with the first row, since others wait.
 
-    def reading(self, read: str) -> None:
-        """End the pass before Python reads a value, if the state of the loss was not recorded before the pass."""
+        It also ends before Python reads a value, if the state of the loss was not recorded before the pass.
+        """
         if not self.allowed:
             self.stop(FirstRead(read))
         self.allowed -= 1
         self.reads = self.reads or read
+        groups: dict[Hashable, list[int]] = {}
+        for row, key in enumerate(keys):
+            groups.setdefault(key, []).append(row)
+        if len(groups) > 1:
+            differ = Diverged(list(groups.values()), read)
+            if not in_lockstep():
+                self.stop(differ)
+            self.disagreed = self.disagreed or differ
 
     def expect(self, names: Iterable[str]) -> None:
         """Count uses of parameters whose gradients will come."""
@@ -380,3 +384,7 @@ class Pass(TorchFunctionMode):
         """End the pass if a node runs in another backward pass than that of the losses."""
         if not self.in_backward and self.stopped is None:  # of a pass that is stopped, nothing is used
             self.stop(NoRules("the loss has a backward pass of its own"))
+
+
+Handler = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Answers a function of torch, `(pass, function, args, kwargs)`; or NotImplemented: the next one is asked."""

@@ -15,8 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from dpfunc.engines._cross_entropy import cross_entropy
-from dpfunc.engines._levels import Node, Pass, apply_node, gradients, inside, is_row, of_rows, outside_levels
-from dpfunc.engines._reads import Handler
+from dpfunc.engines._levels import Handler, Node, Pass, apply_node, gradients, inside, is_row, of_rows, outside_levels
 
 # A cheaper operation costs less under vmap than the node around its native kernel.
 _LARGE = 1 << 16

@@ -5,7 +5,7 @@ May import: its folder, batches, rng and below. Trusted: yes.
 Elsewhere the pass ends, and each group of rows that agree runs by itself, down to single rows.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc.batches import tree_leaves
-from dpfunc.engines._levels import Diverged, NeedsLoop, OutsideTransforms, Pass, inside, is_row, of_rows
-
-
-def agreed(owner: Pass, keys: Sequence[Hashable], read: str) -> None:
-    """End the pass where rows have different keys."""
-    owner.reading(read)
-    groups: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        groups.setdefault(key, []).append(row)
-    if len(groups) > 1:
-        owner.differ(Diverged(list(groups.values()), read))
+from dpfunc.engines._batching import by_rows
+from dpfunc.engines._levels import Handler, NeedsLoop, OutsideTransforms, Pass, inside, is_row, of_rows
 
 
 def bits(values_B: Tensor) -> list[bytes]:
@@ -44,41 +35,12 @@ def read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
             if values_B is None:
                 flat[place] = inside(value)
             else:
-                agreed(owner, bits(values_B), func.__name__)
+                owner.agree(bits(values_B), func.__name__)
                 with OutsideTransforms():
                     flat[place] = values_B[0].detach()
     args, kwargs = pytree.tree_unflatten(flat, spec)
     with OutsideTransforms():
         return func(*args, **kwargs)
-
-
-def by_row(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of whole numbers or masks, row by row below both levels; rows with other shapes are grouped."""
-    if kwargs.get("out") is not None:
-        owner.stop(NeedsLoop(f"{func.__name__} writes its result, which is of each row, into `out`"))
-    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    plain = [(inside(value), of_rows(value)) for value in flat]
-    found = []
-    with OutsideTransforms(), torch.no_grad():
-        for row in range(owner.levels.rows):
-            own = [value if values_B is None else values_B[row] for value, values_B in plain]
-            a, k = pytree.tree_unflatten(own, spec)
-            found.append(func(*a, **k))
-    results = [pytree.tree_flatten(result) for result in found]
-    spec = results[0][1]
-    joined = [_joined(owner, values, func.__name__) for values in zip(*(leaves for leaves, _ in results), strict=True)]
-    return pytree.tree_unflatten(joined, spec)
-
-
-def _joined(owner: Pass, values: Sequence[Any], read: str) -> Any:
-    """One result of each row, as that of a row."""
-    if not isinstance(values[0], Tensor):
-        agreed(owner, values, read)
-        return values[0]
-    agreed(owner, [tuple(value.shape) for value in values], read)
-    same = all(value.shape == values[0].shape for value in values)
-    with OutsideTransforms():
-        return owner.levels.row(torch.stack(tuple(values) if same else [values[0]] * len(values)))
 
 
 def _masks(index: Any) -> list[Any]:
@@ -98,8 +60,7 @@ def positions(owner: Pass, index: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     for part in _masks(index):
         if _is_mask(part):
-            where = by_row(owner, Tensor.nonzero, (part,), {}) if is_row(part) else part.nonzero()
-            found += where.unbind(1)
+            found += by_rows(owner, Tensor.nonzero, (part,), {}, shapes_vary=True).unbind(1)
         else:
             found.append(part)
     return tuple(found)
@@ -198,7 +159,7 @@ def where(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     """`torch.where(mask)` alone is `nonzero`."""
     if len(args) != 1 or kwargs or not is_row(args[0]):
         return NotImplemented
-    return tuple(by_row(owner, Tensor.nonzero, args, {}).unbind(1))
+    return tuple(by_rows(owner, Tensor.nonzero, args, {}, shapes_vary=True).unbind(1))
 
 
 def repeat_interleave(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -209,12 +170,12 @@ def repeat_interleave(owner: Pass, func: Callable[..., Any], args: Sequence[Any]
     if not is_row(repeats):
         return NotImplemented
     if "input" not in bound:
-        return by_row(owner, func, args, kwargs)
+        return _of_varying_shape(owner, func, args, kwargs)
     value, dim = bound["input"], bound.get("dim")
     value, dim = (value.flatten(), 0) if dim is None else (value, dim)
     if repeats.numel() == 1:
         repeats = repeats.expand(value.shape[dim])
-    return value.index_select(dim, by_row(owner, torch.repeat_interleave, (repeats,), {}))
+    return value.index_select(dim, by_rows(owner, torch.repeat_interleave, (repeats,), {}, shapes_vary=True))
 
 
 def one_hot(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -310,11 +271,8 @@ def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return func(args[0], *rest, **kwargs)
 
 
-def _whole_numbers(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    if not any(map(is_row, tensors)) or any(value.requires_grad for value in tensors):
-        return NotImplemented
-    return by_row(owner, func, args, kwargs)
+def _of_varying_shape(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return by_rows(owner, func, args, kwargs, shapes_vary=True) if any_row((args, kwargs)) else NotImplemented
 
 
 def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -340,7 +298,6 @@ def _named(*names: str) -> list[Any]:
     return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
-Handler = Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 READS: dict[Any, Handler] = {
     **dict.fromkeys(
         (
@@ -355,7 +312,7 @@ READS: dict[Any, Handler] = {
             "nonzero", "argwhere", "unique", "unique_consecutive", "_unique2", "_return_counts", "_return_inverse",
             "_return_output", "_unique_impl", "_unique_consecutive_impl", "bincount", "histc", "unique_dim", "isin",
         ),
-        _whole_numbers,
+        _of_varying_shape,
     ),
     **dict.fromkeys(_named("masked_select"), masked_select),
     **dict.fromkeys(_named("masked_scatter", "masked_scatter_"), masked_scatter),

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines._book_keeping import credit_use
-from dpfunc.engines._levels import Node, OutsideTransforms, Pass, apply_node, inside, of_rows
+from dpfunc.engines._levels import Handler, Node, OutsideTransforms, Pass, apply_node, inside, of_rows
 from dpfunc.engines._native import ANCHOR, Kernel, Native, Results
 from dpfunc.engines._numerics import exact
-from dpfunc.engines._reads import Handler, read
+from dpfunc.engines._reads import read
 from dpfunc.engines._rules import RULES
 
 

@@ -38,6 +38,7 @@ from dpfunc.engines._guards.operations import UNDECLARED, refuse_undeclared
 from dpfunc.engines._guards.row_memory import WRITING, overlaps
 from dpfunc.engines._levels import (
     MOST_RAISED,
+    Handler,
     Levels,
     NeedsLoop,
     NoRules,
@@ -61,7 +62,7 @@ from dpfunc.engines._levels import (
 from dpfunc.engines._libraries import OF_LIBRARIES
 from dpfunc.engines._native import WITHOUT_PARAMETERS
 from dpfunc.engines._per_sample import Kept
-from dpfunc.engines._reads import READS, Handler, any_row, numbers, stacked
+from dpfunc.engines._reads import READS, any_row, numbers, stacked
 from dpfunc.engines._recurrent import RECURRENT_LAYERS
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.table import ParameterUse
