@@ -8,6 +8,7 @@ from rows_alone import W, X, engine_of, off, squares
 from torch.nn import functional as F
 
 from dpfunc.engines import auto
+from dpfunc.errors import UnsupportedModel
 
 READS = {
     "nothing": (squares, "one pass"),
@@ -129,3 +130,16 @@ def test_a_number_of_a_row_selects_for_each_row():
 
     engine = auto()
     assert off(loss_fn, W, (X, place), engine) < 1e-10
+
+
+def test_a_shape_that_follows_from_values_is_read_where_rows_agree():
+    """A loss that keeps it is refused: in the next step it may be another one."""
+    counts = []
+
+    def loss_fn(p, x):
+        counts.append(len((x[0] > 0).nonzero()))
+        return (p["w"] * x).sum(1)
+
+    x = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0], [-7.0, 8.0, 9.0]])
+    with pytest.raises(UnsupportedModel, match="nonzero"):
+        auto()(loss_fn, {"w": torch.ones(3)}, x)
