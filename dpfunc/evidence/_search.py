@@ -5,7 +5,7 @@ May import: its folder, checkpoint and below. Trusted: no.
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +29,15 @@ from dpfunc.evidence._figures import RECORDED, shown
 from dpfunc.types import Event
 
 
-@dataclass(frozen=True)
-class Counted:
-    """All that the epsilon of a search follows from; the fields are those of `SelectionRecord`."""
-
-    runs: RunCount
-    ledgers: tuple[Ledger, ...]
-    score: str
-    score_noise: float
-    spent: Ledger
-
-    def __post_init__(self) -> None:
-        events = [each.events for each in self.ledgers]
-        expect(events and all(events), "candidates, and steps of each", "candidates", events)
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        return tuple(event for ledger in self.ledgers for event in ledger.events)
-
-    def epsilon(self, delta: float) -> float:
-        """The epsilon of the search and of what was spent before it, at a delta."""
-        return search_cost(self.runs, self.ledgers, self.score_noise, delta, self.spent).epsilon
-
-    def values(self) -> dict[str, Any]:
-        """The search as JSON values; its law in words follows from its numbers."""
-        shape = None if self.runs.shape == math.inf else float(self.runs.shape)
-        return {
-            "runs": {"mean": float(self.runs.mean), "shape": shape, "law": law_of(self.runs)},
-            "candidates": [[to_values(event) for event in ledger.events] for ledger in self.ledgers],
-            "score": self.score,
-            "score_noise": float(self.score_noise),
-        }
-
-
-def _counted(values: Values) -> Counted:
-    """The search in a certificate."""
-    search, adjacency = values["search"], values["claim"]["adjacency"]
-    shape = search["runs"]["shape"]
-    return Counted(
-        RunCount(search["runs"]["mean"], math.inf if shape is None else shape),
-        tuple(Ledger(events_in(events), adjacency) for events in search["candidates"]),
-        one_of("score", search["score"], SCORES),
-        search["score_noise"],
-        Ledger(events_in(values["earlier"]), adjacency),
-    )
+def _written(runs: RunCount, ledgers: Sequence[Ledger], score: str, score_noise: float) -> dict[str, Any]:
+    """A search as JSON values; its law in words follows from its numbers."""
+    shape = None if runs.shape == math.inf else float(runs.shape)
+    return {
+        "runs": {"mean": float(runs.mean), "shape": shape, "law": law_of(runs)},
+        "candidates": [[to_values(event) for event in ledger.events] for ledger in ledgers],
+        "score": score,
+        "score_noise": float(score_noise),
+    }
 
 
 def facts_of(folder: Path, record: SelectionRecord) -> dict[str, Any]:
@@ -89,13 +54,12 @@ def facts_of(folder: Path, record: SelectionRecord) -> dict[str, Any]:
     plain, job = json.loads(record.to_json()), folder / "job.json"
     claimed = {name: plain[name] for name in ("unit", "delta", "epsilon", "target_epsilon", "not_covered")}
     small = record.delta * record.dataset_size < 1
-    cost = Counted(record.runs, record.ledgers, record.score, record.score_noise, record.spent)
     return {
         "claim": {
             **claimed, "adjacency": record.spent.adjacency, "accountant": "rdp", "delta_below_one_over_records": small,
         },
         "mechanism": {**{name: plain["settings"][name] for name in SETTINGS}, "noise_key": record.noise_key},
-        "search": cost.values(),
+        "search": _written(record.runs, record.ledgers, record.score, record.score_noise),
         "earlier": [to_values(event) for event in record.spent.events],
         "digests": {
             "model": weights, "record": sha256(folder / RECORD_FILE), "code": [sha256(job)] if job.is_file() else [],
@@ -106,8 +70,14 @@ def facts_of(folder: Path, record: SelectionRecord) -> dict[str, Any]:
 
 def _derived(given: Values, values: Values) -> dict[str, Any]:
     """The search in a certificate of one, and what follows from it."""
-    claim, search = values["claim"], _counted(given)
-    points = points_of(search.epsilon, claim["delta"])
+    claim, search = values["claim"], given["search"]
+    shape = search["runs"]["shape"]
+    runs = RunCount(search["runs"]["mean"], math.inf if shape is None else shape)
+    ledgers = [Ledger(events_in(events), claim["adjacency"]) for events in search["candidates"]]
+    expect(ledgers and all(each.events for each in ledgers), "candidates, and steps of each", "candidates", ledgers)
+    noise = search["score_noise"]
+    spent = Ledger(events_in(values["earlier"]), claim["adjacency"])
+    points = points_of(lambda delta: search_cost(runs, ledgers, noise, delta, spent).epsilon, claim["delta"])
     found = dict(points)[claim["delta"]]
     expect(
         math.isclose(found, claim["epsilon"], rel_tol=RECORDED), f"the cost of the search, {found:.6g}", "epsilon",
@@ -117,8 +87,16 @@ def _derived(given: Values, values: Values) -> dict[str, Any]:
     expect(values["digests"]["model"], "the weights that the search released", "model", [])
     expect(not given["evidence"], "no replay and no audit of a search", "evidence", len(given["evidence"]))
     expect(given["budget"] is None, "no place of a search in a budget", "budget", given["budget"])
-    figures = shown(points, ("rdp of a search", found))
-    return {"search": search.values(), "result": figures, "evidence": [], "budget": None}
+    return {
+        "search": _written(runs, ledgers, one_of("score", search["score"], SCORES), noise),
+        "result": shown(points, ("rdp of a search", found)),
+        "evidence": [],
+        "budget": None,
+    }
+
+
+def _events(values: Values) -> tuple[Event, ...]:
+    return tuple(event for events in values["search"]["candidates"] for event in events_in(events))
 
 
 SEARCH = Basis(
@@ -129,7 +107,7 @@ SEARCH = Basis(
     settings=(*SETTINGS, "noise_key"),  # the candidates may differ in the bound of gradients
     not_covered=(*SEARCH_NOT_COVERED, *NOT_COVERED),
     derive=_derived,
-    events=lambda values: _counted(values).events,
+    events=_events,
     assumptions=lambda _: {
         "A second accountant, which shares no code with the first, has found this epsilon.": False,
         "The grid and the law of the number of runs were chosen without a look at the records.": None,
