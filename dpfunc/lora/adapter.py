@@ -323,10 +323,7 @@ def _low_rank(
         return F.linear(F.embedding(x, a.t(), layer.padding_idx), b)
     x = x.to(a.dtype)
     if isinstance(layer, nn.Conv2d):
-        pad = layer.padding if layer.padding_mode == "zeros" else 0
-        if layer.padding_mode != "zeros":
-            x = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        return F.conv2d(F.conv2d(x, a, None, layer.stride, pad, layer.dilation), b)
+        return F.conv2d(layer._conv_forward(x, a, None), b)
     return F.linear(F.linear(x, a), b)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dpfunc import distributed
 from dpfunc._utils.processes import checksum, in_hex, is_dtensor
 from dpfunc._utils.validation import fail, refuse, shorten, suggestion
-from dpfunc.distributed import all_or_none
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional._fsdp import settle
@@ -90,17 +89,14 @@ def _asked(args: Any, environment: Mapping[str, str]) -> dict[str, Any] | None:
     )  # fmt: skip
     if not args.fsdp and rules.word(switch) in rules.OFF:
         return None
-    asked = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **_launched(environment), **config}
+    launched = {name.removeprefix("FSDP_").lower(): v for name, v in environment.items() if name.startswith("FSDP_")}
+    if launched.get("auto_wrap_policy", "").upper() != _BY_SIZE:
+        launched.pop("min_num_params", None)  # accelerate sets it always
+    renamed = {_RENAMED.get(name, name): value for name, value in launched.items()}
+    asked = {**(_DEFAULTS if args.fsdp else _LAUNCHED), **renamed, **config}
     if asked.get("min_num_params") == 0:  # the default of Transformers, which says nothing
         del asked["min_num_params"]
     return asked
-
-
-def _launched(environment: Mapping[str, str]) -> dict[str, Any]:
-    found = {name.removeprefix("FSDP_").lower(): v for name, v in environment.items() if name.startswith("FSDP_")}
-    if found.get("auto_wrap_policy", "").upper() != _BY_SIZE:
-        found.pop("min_num_params", None)  # accelerate sets it always
-    return {_RENAMED.get(name, name): value for name, value in found.items()}
 
 
 @contextmanager
@@ -140,8 +136,8 @@ def shard(
     ranks: Any = ranks_of(args)  # not None, by the table
     if distributed.is_writer(ranks) and (without_effect := list(sharding.without_effect)):
         _logger.warning("FSDP2 and a private run have no use for %s: it changes nothing.", without_effect)
-    all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
-    names = all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
+    distributed.all_or_none(partial(_refuse_parameters, model), ranks, _NOT_SHARDED)
+    names = distributed.all_or_none(partial(part_names, model, sharding), ranks, _NOT_SHARDED)
     distributed.check_same("settings of FSDP", f"{sharding} {names}", ranks, "Start all with the same ones.")
     mesh = init_device_mesh(args.device.type, (ranks.size,), mesh_dim_names=("dp",))
     distributed.replicate((*model.parameters(), *model.buffers()), ranks)

@@ -31,7 +31,6 @@ from dpfunc.checkpoint.journal import Journal
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.distributed import all_or_none, by_writer, check_same_data, rank_and_size
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.functional._fsdp import settle
 from dpfunc.hf._facts import facts_of_model
@@ -337,7 +336,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         settle(self.model)
         self.model.train()
         self._refuse()
-        data = check_same_data(self._described_data, self._ranks)
+        data = distributed.check_same_data(self._described_data, self._ranks)
         distributed.once(self._ranks, self._clean)
         saved = self._resume(resume_from_checkpoint, data) if resume_from_checkpoint else None
         if saved is None and self._run is not None and self._run.state.step:
@@ -413,13 +412,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             files.check_resumed(saved, self.plan, self._given_key, self._earlier, before)
 
         named = checkpoint if isinstance(checkpoint, str) else None
-        found = by_writer(lambda: named or str(files.newest(folder) or ""), ranks, _NOT_RESUMED)
+        found = distributed.by_writer(lambda: named or str(files.newest(folder) or ""), ranks, _NOT_RESUMED)
         if not found:
             _logger.warning("No step was released in %s: the run begins.", folder)
             return None
         params, journal = runs.trainable(self.model), folder / files.JOURNAL
         saved = files.load_run(Path(found), params=params, plan=self.plan, data=data, journal=journal, ranks=ranks)
-        all_or_none(check, ranks, _NOT_RESUMED)
+        distributed.all_or_none(check, ranks, _NOT_RESUMED)
         return saved
 
     def _start_of(self, saved: Checkpoint | None, data: str, spent: Ledger) -> runs.Start:
@@ -430,7 +429,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             kept = self._budget is not None and self._saves_states() and distributed.is_writer(self._ranks)
             return files.kept_key(self._folder, self._given_key) if kept else self._given_key or secure_key()
 
-        key = all_or_none(own, self._ranks, "Nothing was reserved")
+        key = distributed.all_or_none(own, self._ranks, "Nothing was reserved")
         key = key if self._ranks is None else distributed.shared_key(self._ranks, key)
         return runs.Start(key, self.plan.step_limit(spent), data)
 
@@ -448,7 +447,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             first = self._first_step() if pending else 0
             return range(first, min(first + epoch, start.limit))
 
-        args, (rank, size) = self.args, rank_and_size(self._ranks)
+        args, (rank, size) = self.args, distributed.rank_and_size(self._ranks)
         # Processes with parts of a model need rows of one length: each collates the whole draw.
         read, deal = ((rank, size), (0, 1)) if self._division is None else ((0, 1), (rank, size))
         views = self.privacy.dp_views
@@ -651,7 +650,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             distributed.once(self._ranks, lambda: files.write_accounting(folder, accounting))
             self.args = settings.changed(args, {"save_total_limit": None})  # none is removed before this one is whole
             try:
-                all_or_none(partial(save_own, model, trial), self._ranks, "No checkpoint was made")
+                distributed.all_or_none(partial(save_own, model, trial), self._ranks, "No checkpoint was made")
             finally:
                 self.args = args
             distributed.once(self._ranks, lambda: files.finish(folder, args, self.state))

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, fail, integer, one_of, shorten
+from dpfunc._utils.validation import checked, count, expect, integer, one_of, optional, set_fields, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
@@ -40,7 +41,19 @@ class _OneImage(NamedTuple):
     marks: tuple[str, ...] = ()  # inputs of the model that are 1 at image tokens
 
 
+def _height_and_width(name: str, value: Any) -> tuple[int, int]:
+    expect(isinstance(value, (tuple, list)) and len(value) == 2, f"{name} to be (height, width)", name, value)
+    return integer(name, value[0], minimum=1), integer(name, value[1], minimum=1)
+
+
 @dataclass(frozen=True)
+@checked({
+    "max_length": partial(integer, minimum=2),
+    "max_images": integer,
+    "padding_side": partial(one_of, allowed=("left", "right")),
+    "pad_to_multiple_of": optional(count),
+    "image_size": optional(_height_and_width),
+})  # fmt: skip
 class ImageTextCollator:
     """A collate function for samples of images and text; see `image_text_collator`."""
 
@@ -51,7 +64,22 @@ class ImageTextCollator:
     pad_to_multiple_of: int | None
     chat: bool
     image_size: tuple[int, int] | None
-    image: _OneImage = field(repr=False, compare=False)
+    image: _OneImage = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.processor.tokenizer.pad_token_id is None or self.processor.tokenizer.eos_token_id is None:
+            raise InvalidArgument(
+                "Expected a tokenizer with a padding token and an end token. Name two of its tokens: "
+                "tokenizer.pad_token = '...', tokenizer.eos_token = '...'."
+            )
+        set_fields(self, {"image": _one_image(self.processor, self.image_size) if self.max_images else _OneImage()})
+        needed = self.max_images * self.tokens_per_image + 2
+        expect(
+            self.max_length >= needed,
+            f"max_length >= {needed}: {self.max_images} images of {self.tokens_per_image} tokens, a beginning and an "
+            "answer",
+            "max_length", self.max_length,
+        )  # fmt: skip
 
     @property
     def tokens_per_image(self) -> int:
@@ -215,30 +243,9 @@ def image_text_collator(
     >>> {name: tuple(value.shape) for name, value in batch.items()}
     {'input_ids': (1, 24), 'attention_mask': (1, 24), 'labels': (1, 24), 'pixel_values': (1, 3, 16, 16)}
     """
-    integer("max_length", max_length, minimum=2)
-    integer("max_images", max_images)
-    one_of("padding_side", padding_side, ("left", "right"))
-    if pad_to_multiple_of is not None:
-        integer("pad_to_multiple_of", pad_to_multiple_of, minimum=1)
-    if processor.tokenizer.pad_token_id is None or processor.tokenizer.eos_token_id is None:
-        raise InvalidArgument(
-            "Expected a tokenizer with a padding token and an end token. Name two of its tokens: tokenizer.pad_token = "
-            "'...', tokenizer.eos_token = '...'."
-        )
-    if image_size is not None:
-        if not isinstance(image_size, (tuple, list)) or len(image_size) != 2:
-            raise fail("image_size to be (height, width)", "image_size", image_size)
-        image_size = (integer("image_size", image_size[0], minimum=1), integer("image_size", image_size[1], minimum=1))
-    image = _one_image(processor, image_size) if max_images else _OneImage()
-    needed = max_images * len(image.tokens) + 2
-    expect(
-        max_length >= needed,
-        f"max_length >= {needed}: {max_images} images of {len(image.tokens)} tokens, a beginning and an answer",
-        "max_length", max_length,
-    )  # fmt: skip
     return ImageTextCollator(
-        processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size, image
-    )
+        processor, max_length, max_images, padding_side, pad_to_multiple_of, chat, image_size
+    )  # fmt: skip
 
 
 def _one_image(processor: Any, size: tuple[int, int] | None) -> _OneImage:
