@@ -572,7 +572,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
-            if self._task in ("vqa", image_text_loss):
+            if "pixel_values" in inputs and self._task in ("vqa", image_text_loss):
                 inputs = facts_of_model(self.model).flatten_images(inputs)  # as the loss gives them to the model
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
