@@ -260,11 +260,10 @@ def make_loss_fn(forward: AnyForward, task: str | SampleLoss) -> LossFn:
     >>> loss_fn(params, {"x": torch.ones(4, 2)}).shape
     torch.Size([4])
     """
-    if not callable(forward):
-        raise InvalidArgument(f"Expected forward to be a function (params, **inputs), got {forward!r}.")
     if isinstance(task, str):
         task = TASKS[one_of("task", task, TASKS, "Or pass a function.")]
     refuse(
+        (not callable(forward), f"Expected forward to be a function (params, **inputs), got {forward!r}."),
         (isinstance(task, nn.Module), _refusal(type(task).__name__)),
         (not callable(task), f"Expected task to be a name or {_FUNCTION}, got {task!r}."),
     )

@@ -139,8 +139,8 @@ class LoRA:
                 raise UnsupportedModel(f"The weight of {name} is {weight.dtype}: merge into a model in float.")
             shared = self.config.targets[0] if self.config.train == "vectors" else name
             a, b = every[f"{shared}.lora_A"], every[f"{shared}.lora_B"]
-            factors = _with_vectors(layer, a, b, every.get(f"{name}.lora_d"), every.get(f"{name}.lora_b"))
-            merged = _merged_weight(layer, *factors, self.config.scale)
+            vectors = every.get(f"{name}.lora_d"), every.get(f"{name}.lora_b")
+            merged = _merged_weight(layer, a, b, *vectors, self.config.scale)
             layer.register_parameter("weight", nn.Parameter(merged, requires_grad=weight.requires_grad))
         return result
 
@@ -270,8 +270,7 @@ class LoRALayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """`W + scale * B A`, for models that use the weight without calling the layer (nn.MultiheadAttention)."""
-        factors = _with_vectors(self.base, self.lora_A, self.lora_B, self.lora_d, self.lora_b)
-        return _merged_weight(self.base, *factors, self.scale)
+        return _merged_weight(self.base, self.lora_A, self.lora_B, self.lora_d, self.lora_b, self.scale)
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute (`bias`, `in_features`, ...) from the layer itself."""
@@ -302,16 +301,6 @@ def _sizes(layer: Any) -> tuple[int, int]:
     return int(inputs), int(outputs)
 
 
-def _with_vectors(
-    layer: nn.Module, a: Tensor, b: Tensor, d: Tensor | None, of_outputs: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A and B as they are; or `diag(d) A` and `diag(b) B`, cut to the size of the layer."""
-    if d is None or of_outputs is None:
-        return a, b
-    inputs, outputs = _sizes(layer)
-    return d[:, None] * a[:, :inputs], of_outputs[:, None] * b[:outputs]
-
-
 def _low_rank(
     layer: nn.Module, x: Tensor, a: Tensor, b: Tensor, d: Tensor | None, of_outputs: Tensor | None
 ) -> Tensor:  # fmt: skip
@@ -327,11 +316,19 @@ def _low_rank(
     return F.linear(F.linear(x, a), b)
 
 
-def _merged_weight(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """`W + scale B A` in the layer's form and dtype, added in float32 or better; a quantised weight stays as it is."""
+def _merged_weight(
+    layer: nn.Module, a: Tensor, b: Tensor, d: Tensor | None, of_outputs: Tensor | None, scale: float
+) -> Tensor:  # fmt: skip
+    """`W + scale B A` in the layer's form and dtype, added in float32 or better; a quantised weight stays as it is.
+
+    With vectors `W + scale diag(b) B diag(d) A`, of A and B cut to the size of the layer.
+    """
     weight = layer._parameters["weight"]
     if weight is None or not weight.is_floating_point():
         return weight  # type: ignore[return-value]  # adaptable() has seen that it is there
+    if d is not None and of_outputs is not None:
+        inputs, outputs = _sizes(layer)
+        a, b = d[:, None] * a[:, :inputs], of_outputs[:, None] * b[:outputs]
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     a, b = a.to(wide), b.to(wide)
     if isinstance(layer, nn.Conv2d):

@@ -105,27 +105,24 @@ def check_resumed(
     saved: Checkpoint, plan: Plan, key: Key | None, earlier: Ledger | None, before: StepState | None
 ) -> None:
     """Check what the user says about the start of a run that is resumed, and the state of this trainer's own run."""
-    if key is not None and key != saved.state.key:
-        raise CheckpointError(
-            f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(saved.state.key)}, not "
-            f"{fingerprint(key)}). Leave key= out: the checkpoint holds it."
-        )
-    own = plan.ledger(saved.state.charged)
-    if earlier is not None and earlier.compose(own) != saved.state.ledger:
-        raise CheckpointError(
+    state, own = saved.state, plan.ledger(saved.state.charged)
+    here = state if before is None else before
+    refuse(
+        (key is not None and key != state.key, CheckpointError(
+            f"The checkpoint {saved.path} belongs to a run with another key ({fingerprint(state.key)}, not "
+            f"{fingerprint(key or state.key)}). Leave key= out: the checkpoint holds it.")),
+        (earlier is not None and earlier.compose(own) != state.ledger, CheckpointError(
             f"Expected the ledger that the run was started with, got {earlier} beside the {own.num_steps} steps of "
-            f"this run; the checkpoint {saved.path} counts {saved.state.ledger}. Leave it out (ledger=, --spent): the "
-            "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of it."
-        )
-    if before is not None:
-        refuse(
-            (saved.state.key != before.key, CheckpointError(
-                f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new "
-                "DPTrainer.")),
-            (saved.state.charged < before.charged, CheckpointError(
-                f"Expected the journal to have all {before.charged} steps that this trainer took, got "
-                f"{saved.state.charged}. It is incomplete: restore it.")),
-        )  # fmt: skip
+            f"this run; the checkpoint {saved.path} counts {state.ledger}. Leave it out (ledger=, --spent): the "
+            "checkpoint has it. What other runs have spent since does not count here: begin a new run with all of "
+            "it.")),
+        (state.key != here.key, CheckpointError(
+            f"The checkpoint {saved.path} belongs to another run than this trainer's: resume it with a new "
+            "DPTrainer.")),
+        (state.charged < here.charged, CheckpointError(
+            f"Expected the journal to have all {here.charged} steps that this trainer took, got {state.charged}. It is "
+            "incomplete: restore it.")),
+    )  # fmt: skip
 
 
 def newest(output_dir: Path) -> Path | None:

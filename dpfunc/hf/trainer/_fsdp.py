@@ -57,7 +57,7 @@ def sharding_of(args: Any, environment: Mapping[str, str]) -> Sharding | None:
     known = rules.SETTINGS[rules.FSDP]
     for name in sorted(settings.keys() - known.keys()):
         raise fail("a setting of FSDP that is known", name, settings[name], f"Leave it out. {suggestion(name, known)}")
-    rules.refuse(rules.FSDP, settings.get)
+    rules.refuse_outside(rules.FSDP, settings.get)
     policy = str(settings["auto_wrap_policy"]).upper()
     layers, size = settings.get("transformer_layer_cls_to_wrap") or (), settings.get("min_num_params", 0)
     refuse(
@@ -129,7 +129,7 @@ def shard(
     if sharding is None:
         return None, args
     given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
-    rules.refuse(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
+    rules.refuse_outside(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

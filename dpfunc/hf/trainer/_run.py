@@ -134,12 +134,6 @@ class Averaging(TrainerCallback):  # type: ignore[misc]  # has no types
             self.params[name].copy_(value)
 
 
-def hide_times(trainer: Any) -> None:
-    """Give a private Trainer that has a progress bar one without times."""
-    if trainer.privacy.dp_enabled and trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(StepsBar)
-
-
 def ranks_of(args: Any) -> Ranks | None:
     """The processes that the Trainer knows, None where it is alone; an error where the environment promises more."""
     world = int(args.world_size)

@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from dpfunc._utils import validation as checks
 from dpfunc._utils.processes import is_dtensor
-from dpfunc._utils.validation import integer, positive, shorten, wrong_type
+from dpfunc._utils.validation import integer, positive, refuse, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.forward import refuse_unsupported
@@ -246,7 +245,7 @@ def _outside(expected: str, given: Callable[[str], Any]) -> list[tuple[str, Any,
     return [(n, v, why) for n, v, domain, why in every if not (domain(v) if callable(domain) else word(v) in domain)]
 
 
-def refuse(expected: str, given: Callable[[str], Any], place: str = "") -> None:
+def refuse_outside(expected: str, given: Callable[[str], Any], place: str = "") -> None:
     """Refuse the first setting whose value is outside of its domain; `expected` is the first level of the table."""
     for name, value, reason in _outside(expected, given):
         if reason != _NO_EFFECT:
@@ -266,8 +265,8 @@ def attributes(settings: object) -> Callable[[str], Any]:
 def refuse_values(trainer: object, ours: type, values: Mapping[str, Any]) -> None:
     """Check the class and the constructor's arguments: some would be found out at the first checkpoint, after steps."""
     privacy, model, key = values["privacy"], values["model"], values["key"]
-    refuse(_TRAINER, values.get)
-    checks.refuse(
+    refuse_outside(_TRAINER, values.get)
+    refuse(
         (not isinstance(privacy, PrivacyArguments), wrong_type("privacy to be PrivacyArguments", "privacy", privacy)),
         (not isinstance(key, Key | None), wrong_type("key to be a dpfunc Key", "key", key, "Use dpfunc.secure_key().")),
         (not isinstance(model, nn.Module), wrong_type("model to be a module", "model", model)),
@@ -313,8 +312,8 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
     """Check the `TrainingArguments` of a run, and the environment that they were made in."""
     if not privacy.dp_enabled:
         refuse_fields(args, private=False)
-        if args.label_smoothing_factor != 0:
-            raise InvalidArgument("Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=.")
+        refuse((args.label_smoothing_factor != 0,
+                "Expected label_smoothing_factor=0: the loss is one number a sample. Pass loss=."))  # fmt: skip
         return
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         integer(name, getattr(args, name), minimum=1)
@@ -322,14 +321,14 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
         positive("num_train_epochs", args.num_train_epochs)
     refuse_environment(os.environ, fsdp=True)
     refuse_uploads(args, os.environ)
-    refuse(SCRIPT, attributes(args))
+    refuse_outside(SCRIPT, attributes(args))
     refuse_fields(args, private=True)
 
 
 def refuse_averages(args: Any, privacy: PrivacyArguments, *, sharded: bool) -> None:
     """Check that views and averages fit the other arguments of a run."""
     both = privacy.dp_views > 1 or privacy.dp_average is not None
-    checks.refuse(
+    refuse(
         (both and sharded, f"Expected one view and no average of a sharded model, got dp_views={privacy.dp_views} and "
          f"dp_average={privacy.dp_average!r}. Leave them out, or fsdp."),
         (privacy.dp_average is not None and args.load_best_model_at_end,
@@ -340,7 +339,7 @@ def refuse_averages(args: Any, privacy: PrivacyArguments, *, sharded: bool) -> N
 
 def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) -> None:
     """Check the variables that `accelerate launch` sets; with `fsdp` those about FSDP are followed, see `_fsdp.py`."""
-    refuse(LAUNCHER, {**environment, **({SWITCH: ""} if fsdp else {})}.get, " in the environment")
+    refuse_outside(LAUNCHER, {**environment, **({SWITCH: ""} if fsdp else {})}.get, " in the environment")
 
 
 def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
@@ -369,8 +368,7 @@ def _refuse_sharded(model: nn.Module) -> None:
         *(f"{name}={size}" for name, size in sizes.items() if size != 1),
         *(name for name, param in model.named_parameters() if is_dtensor(param) or hasattr(param, "ds_id")),
     ]
-    if found:
-        raise UnsupportedModel(f"Expected a model that is not sharded, got one with {shorten(found)}. {_PARTS}")
+    refuse((found, UnsupportedModel(f"Expected a model that is not sharded, got one with {shorten(found)}. {_PARTS}")))
 
 
 def refuse_model(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
@@ -111,11 +111,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         privacy: PrivacyArguments, loss: runs.Loss | None = None, key: Key | None = None, ledger: Ledger | None = None,
         data_name: str | None = None, unit: str = ONE_RECORD, budget: Budget | None = None,
     ) -> None:  # fmt: skip
-        values = {
+        settings.refuse_values(self, DPTrainer, {
             "model": model, "privacy": privacy, "key": key, "model_init": model_init,
             "compute_loss_func": compute_loss_func, "unit": unit, "data_name": data_name,
-        }  # fmt: skip
-        settings.refuse_values(self, DPTrainer, values)
+        })  # fmt: skip
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.args: Any = args
         ledger = budget.spent() if budget is not None and ledger is None and privacy.dp_enabled else ledger
@@ -153,7 +152,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
-        runs.hide_times(self)
+        if privacy.dp_enabled and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(runs.StepsBar)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
@@ -161,7 +161,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             super().create_accelerator_and_postprocess()
         if not self.privacy.dp_enabled:
             return
-        settings.refuse(settings.ACCELERATOR, settings.attributes(self.accelerator))
+        settings.refuse_outside(settings.ACCELERATOR, settings.attributes(self.accelerator))
         if self._ranks is not None:
             self.accelerator: Any = runs.Replicas(self.accelerator)
 

@@ -18,7 +18,7 @@ from workers import _pool, run
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer._fsdp import Sharding, sharding_of
-from dpfunc.hf.trainer._settings import FSDP, SETTINGS, SHARDED, refuse
+from dpfunc.hf.trainer._settings import FSDP, SETTINGS, SHARDED, refuse_outside
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "trainer.md"
 KINDS = ("full", "adapter")
@@ -196,9 +196,9 @@ def test_what_cannot_be_meant_is_refused(given, named):
 )  # fmt: skip
 def test_what_a_sharded_run_cannot_do_is_refused(name, value):
     known = {"world_size": 2, "dp_engine": "auto", "optimizers": (None, None)}
-    refuse(SHARDED, known.get)
+    refuse_outside(SHARDED, known.get)
     with pytest.raises(InvalidArgument, match=re.escape(f"{name}={value!r}")):
-        refuse(SHARDED, {**known, name: value}.get)
+        refuse_outside(SHARDED, {**known, name: value}.get)
 
 
 def test_accelerate_does_not_see_the_launcher(monkeypatch):

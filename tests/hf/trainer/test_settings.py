@@ -24,7 +24,7 @@ import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.hf.trainer import _recipes as recipes
 from dpfunc.hf.trainer import _settings as settings
-from dpfunc.hf.trainer._settings import ACCELERATOR, SCRIPT, SETTINGS, SHARDED, attributes, changed, refuse
+from dpfunc.hf.trainer._settings import ACCELERATOR, SCRIPT, SETTINGS, SHARDED, attributes, changed, refuse_outside
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train._config_file import read_yaml
@@ -283,8 +283,8 @@ def test_the_accelerator_itself_is_checked(change, named):
         "state.dynamo_plugin.backend": "NO", **change,
     }  # fmt: skip
     with pytest.raises(InvalidArgument, match=re.escape(named)):
-        refuse(ACCELERATOR, known.get)
-    refuse(ACCELERATOR, attributes(Accelerator(cpu=True)))
+        refuse_outside(ACCELERATOR, known.get)
+    refuse_outside(ACCELERATOR, attributes(Accelerator(cpu=True)))
 
 
 def test_a_subclass_that_makes_another_accelerator_is_refused(tmp_path):
