@@ -167,20 +167,15 @@ def _numbered(output_dir: Path) -> list[Path]:
 def _check_one_run(checkpoints: list[Path], journal: Path) -> None:
     """Check that all checkpoints are of one run, and that it is the one that began last in the journal."""
     runs = {fingerprint(key_of(path)): path.name for path in reversed(checkpoints)}
-    began = [*read_steps(journal, missing="empty")]
+    last = next(reversed(read_steps(journal, missing="empty")), None)
     named = ", ".join(f"{name} of run {run}" for run, name in runs.items())
-    if len(runs) > 1:
-        found = f"Expected checkpoints of one run, got several: {named}"
-    elif began and began[-1] not in runs:
-        found = (
-            f"The run that began last in {journal}, {began[-1]}, left no checkpoint; {checkpoints[0].name} is of "
-            f"another run, {next(iter(runs))}"
-        )
-    else:
-        return
-    raise CheckpointError(
-        f"{found}. Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
-    )
+    advice = "Name the one to go on with: resume_from_checkpoint=PATH. Give each run a folder of its own."
+    refuse(
+        (len(runs) > 1, CheckpointError(f"Expected checkpoints of one run, got several: {named}. {advice}")),
+        (last is not None and last not in runs, CheckpointError(
+            f"The run that began last in {journal}, {last}, left no checkpoint; {checkpoints[0].name} is of another "
+            f"run, {next(iter(runs))}. {advice}")),
+    )  # fmt: skip
 
 
 def key_of(checkpoint: Path) -> Key:

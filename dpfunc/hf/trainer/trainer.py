@@ -613,13 +613,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._run is not None:
             for name in [name for name in logs if name.startswith("train_") and name.endswith(_TIMES)]:
                 del logs[name]
-            for name in ("loss", "train_loss"):
-                if name in logs:
-                    loss = logs.pop(name)
-                    if self.privacy.dp_log_unreleased:
-                        logs[f"unreleased/{name}"] = loss
-                    logs.update({**runs.metrics(self._accounting()), **runs.averaged(self._told)})
-                    self._told = []
+            for name in {"loss", "train_loss"} & logs.keys():
+                loss = logs.pop(name)
+                if self.privacy.dp_log_unreleased:
+                    logs[f"unreleased/{name}"] = loss
+                logs.update({**runs.metrics(self._accounting()), **runs.averaged(self._told)})
+                self._told = []
         super().log(logs, start_time)
 
     def _accounting(self, journal: Path | None = None) -> Record:
