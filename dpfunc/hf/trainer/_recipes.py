@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from dpfunc._utils.validation import expect
+from dpfunc.accounting import Ledger, epsilon_left
 from dpfunc.errors import InvalidArgument, NoiseWarning
 from dpfunc.hf.heads import head_of, measure_feature_norm, reads_unit_rows
 from dpfunc.hf.trainer._run import trainable
-from dpfunc.hf.trainer._settings import word
+from dpfunc.hf.trainer._settings import changed, word
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.recipes import Recipe, Strategy, recipe
+from dpfunc.sampling._loader import check_readable
 
 PHYSICAL = 64  # records differentiated at once where nobody says how many
 # What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.
@@ -74,8 +76,18 @@ def with_clip(privacy: PrivacyArguments, found: Recipe) -> PrivacyArguments:
     return privacy if named else dataclasses.replace(privacy, **found.clip_arguments())
 
 
-def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[str, object]:
-    """Values of `TrainingArguments` that a recipe decides; others than the defaults must not be given."""
+def with_recipe(
+    model: nn.Module, train_dataset: object, args: Any, privacy: PrivacyArguments, spent: Ledger | None
+) -> tuple[Recipe | None, Any, PrivacyArguments]:
+    """The recipe of `dp_recipe` for what is left of the budget, and arguments with what it decides.
+
+    Of what it decides nothing but the defaults must be given.
+    """
+    if privacy.dp_recipe is None or privacy.dp_epsilon is None or privacy.dp_delta is None:
+        return None, args, privacy
+    size, delta = privacy.public_size(check_readable(train_dataset, "train_dataset")), privacy.dp_delta
+    left = epsilon_left(epsilon=privacy.dp_epsilon, delta=delta, spent=spent)
+    found = model_recipe(privacy.dp_recipe, model, dataset_size=size, epsilon=left, delta=delta)
     values = found.training_arguments()
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for name in _DECIDED:
@@ -85,23 +97,27 @@ def with_recipe(args: Any, found: Recipe, physical: int, private: bool) -> dict[
             f"The recipe {found.strategy!r} takes {values.get(name, 'max_steps')}. Leave it out, or leave dp_recipe "
             "out and give all values yourself. Memory is decided by dp_physical_batch_size.",
         )  # fmt: skip
-    if not private:
-        at_once = min(physical, found.expected_batch_size)
+    if not privacy.dp_enabled:
+        at_once = min(privacy.dp_physical_batch_size or PHYSICAL, found.expected_batch_size)
         steps = -(-found.expected_batch_size // at_once)
         values |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": steps}
-    return values
+    return found, changed(args, values), with_clip(privacy, found)
 
 
-def short_way(
-    model: nn.Module, args: Any, *, dataset_size: int, num_steps: int, epsilon: float, delta: float
-) -> str | None:
+def short_way(trainer: Any) -> str | None:
     """Advice, with a rate that helps, for a run of Adam whose sum of rates, which bounds its way, is too small."""
-    params = trainable(model)
+    privacy, plan, args = trainer.privacy, trainer._plan, trainer.args
+    if plan is None or privacy.dp_epsilon is None or trainer.optimizer is not None:
+        return None
+    params = trainable(trainer.model)
     strategy: Strategy = "lora" if len(head_of(params)) < len(params) else "head"
     known = strategy == "lora" or _weight_of_linear([*params.values()]) is not None
     if not known or "adam" not in word(args.optim):
         return None
-    found = model_recipe(strategy, model, dataset_size=dataset_size, epsilon=epsilon, delta=delta, measure=False)
+    size, delta = plan.sampler.dataset_size, privacy.dp_delta
+    num_steps = trainer._num_steps(size)
+    left = epsilon_left(epsilon=privacy.dp_epsilon, delta=delta, spent=trainer._earlier)
+    found = model_recipe(strategy, trainer.model, dataset_size=size, epsilon=left, delta=delta, measure=False)
     way, wanted = args.learning_rate * num_steps, found.learning_rate * found.num_steps
     if way >= _SHORT * wanted:
         return None

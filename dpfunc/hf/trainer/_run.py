@@ -31,7 +31,7 @@ from dpfunc.functional._fsdp import fsdp_parts
 from dpfunc.functional._names import select
 from dpfunc.functional.forward import function_of, unwrapped
 from dpfunc.hf import peft
-from dpfunc.hf._facts import AnyForward, Caller, facts_of_model
+from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of_model
 from dpfunc.hf.tasks import TASKS, make_loss_fn
 from dpfunc.plan import Plan
 from dpfunc.rehearsal import FAILURES
@@ -160,8 +160,7 @@ def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The model's own parameters that are trained: which require gradients; in PEFT of the active adapter."""
-    adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return select(model, peft.trainable(model) if adapters else None)
+    return select(model, None if base_model(model) is model else peft.trainable(model))
 
 
 def as_function(

@@ -15,6 +15,7 @@ from transformers.utils import logging as levels
 
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
+from dpfunc.hf._facts import base_model
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT
 from dpfunc.types import Params
 
@@ -29,9 +30,9 @@ def beside_adapters(model: Any) -> list[str]:
     with another seed the model would be another one. No weight is read. None without an adapter; of a base that was
     not read from a folder, or whose folder cannot be found again, those that are trained alone.
     """
-    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+    base: Any = base_model(model)
+    if base is model:
         return []
-    base = model.get_base_model()
     missing = _loaded(base, getattr(base, "name_or_path", ""))["missing_keys"]
     adapters = set(model.peft_config)
     return [

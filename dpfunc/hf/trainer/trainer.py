@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from dpfunc import distributed
 from dpfunc._utils.files import remove, sweep
 from dpfunc._utils.locks import only_process
-from dpfunc.accounting import Ledger, epsilon_left
+from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
@@ -41,13 +41,12 @@ from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import evaluated, refuse_labels, refuse_padding, refuse_records
-from dpfunc.hf.trainer._recipes import PHYSICAL, model_recipe, new_head, one_class, short_way, with_clip, with_recipe
+from dpfunc.hf.trainer._recipes import PHYSICAL, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer._rehearsal import refuse_callbacks, rehearse_after_gradients, rehearse_gradients
 from dpfunc.hf.trainer._saved import beside_adapters, complete
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
-from dpfunc.recipes import Recipe
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling import data_name, mean_over_views
 from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
@@ -119,12 +118,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.args: Any = args
         ledger = budget.spent() if budget is not None and ledger is None and privacy.dp_enabled else ledger
         self._budget = budget
-        self.recipe, unasked = _recipe_of(model, train_dataset, privacy, ledger), args.per_device_train_batch_size
+        unasked = args.per_device_train_batch_size
+        self.recipe, args, privacy = with_recipe(model, train_dataset, args, privacy, ledger)
         if self.recipe is not None:
             unasked = min(PHYSICAL, self.recipe.expected_batch_size)
-            privacy = with_clip(privacy, self.recipe)
-            at_once = privacy.dp_physical_batch_size or PHYSICAL
-            args = settings.changed(args, with_recipe(args, self.recipe, at_once, privacy.dp_enabled))
         self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
@@ -375,14 +372,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _advice(self) -> str | None:
         """A sentence if the run cannot be expected to learn, with a number that would help; from public facts."""
-        if self.recipe is not None:
-            return self.recipe.advice()
-        budget, delta, plan = self.privacy.dp_epsilon, self.privacy.dp_delta, self._plan  # None: nothing is trained
-        if plan is None or budget is None or delta is None or self.optimizer is not None:
-            return None
-        n = plan.sampler.dataset_size
-        left, steps = epsilon_left(epsilon=budget, delta=delta, spent=self._earlier), self._num_steps(n)
-        return short_way(self.model, self.args, dataset_size=n, num_steps=steps, epsilon=left, delta=delta)
+        return short_way(self) if self.recipe is None else self.recipe.advice()
 
     def _described_data(self) -> str:
         self._check_data()
@@ -713,14 +703,3 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         raise InvalidArgument("Expected no hyperparameter search: each trial is a run on the private records.")
 
     hyperparameter_search = _no_search
-
-
-def _recipe_of(
-    model: nn.Module, train_dataset: object, privacy: PrivacyArguments, spent: Ledger | None
-) -> Recipe | None:
-    """The recipe that the arguments ask for, for what is left of the budget."""
-    if privacy.dp_recipe is None or privacy.dp_epsilon is None or privacy.dp_delta is None:
-        return None
-    size = privacy.public_size(check_readable(train_dataset, "train_dataset"))
-    epsilon = epsilon_left(epsilon=privacy.dp_epsilon, delta=privacy.dp_delta, spent=spent)
-    return model_recipe(privacy.dp_recipe, model, dataset_size=size, epsilon=epsilon, delta=privacy.dp_delta)
