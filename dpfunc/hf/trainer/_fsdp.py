@@ -128,7 +128,7 @@ def shard(
     sharding = sharding_of(args, os.environ)
     if sharding is None:
         return None, args
-    given, beside = rules.attributes(args), {"dp_engine": privacy.dp_engine, "optimizers": optimizers}
+    given, beside = rules.attributes(args), {**vars(privacy), "optimizers": optimizers}
     rules.refuse_outside(rules.SHARDED, lambda name: beside[name] if name in beside else given(name))
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

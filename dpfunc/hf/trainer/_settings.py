@@ -147,6 +147,8 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Domain, str]]] = {
             "FSDP divides a model over several processes. Start `torchrun --nproc-per-node N`, or leave fsdp out."),
         "dp_engine": (("auto", "ghost"),
             "A sharded model has one engine, in which one layer is whole at a time. Leave it at 'auto'."),
+        "dp_views": (lambda views: views == 1, "A sharded model has one view of a record. Leave it out, or fsdp."),
+        "dp_average": (("",), "Parts of a model are not averaged over steps. Leave it out, or fsdp."),
         "optimizers": (lambda given: all(each is None for each in given),
             "They hold parameters that are replaced by parts. Use optimizer_cls_and_kwargs=, or override "
             "create_optimizer."),
@@ -323,14 +325,7 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments) -> None:
     refuse_uploads(args, os.environ)
     refuse_outside(SCRIPT, attributes(args))
     refuse_fields(args, private=True)
-
-
-def refuse_averages(args: Any, privacy: PrivacyArguments, *, sharded: bool) -> None:
-    """Check that views and averages fit the other arguments of a run."""
-    both = privacy.dp_views > 1 or privacy.dp_average is not None
     refuse(
-        (both and sharded, f"Expected one view and no average of a sharded model, got dp_views={privacy.dp_views} and "
-         f"dp_average={privacy.dp_average!r}. Leave them out, or fsdp."),
         (privacy.dp_average is not None and args.load_best_model_at_end,
          f"Expected one model at the end, got dp_average={privacy.dp_average!r} and load_best_model_at_end=True. Leave "
          "one of them out."),

@@ -140,7 +140,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             one_draw_a_step = {"per_device_train_batch_size": self.logical_batch_size, "gradient_accumulation_steps": 1}
             args = settings.changed(args, {**one_draw_a_step, **_PER_SAMPLE})
             self._division, args = fsdp.shard(model, args, privacy, optimizers)
-            settings.refuse_averages(args, privacy, sharded=self._division is not None)
         self._ranks = runs.ranks_of(args) if self._division is None else self._division.ranks
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,

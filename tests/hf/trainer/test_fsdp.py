@@ -192,10 +192,11 @@ def test_what_cannot_be_meant_is_refused(given, named):
     [
         ("world_size", 1), ("dp_engine", "vmap"), ("load_best_model_at_end", True), ("bf16_full_eval", True),
         ("accelerator_config.even_batches", False), ("optimizers", (object(), None)),
+        ("dp_views", 2), ("dp_average", "last:2"),
     ],
 )  # fmt: skip
 def test_what_a_sharded_run_cannot_do_is_refused(name, value):
-    known = {"world_size": 2, "dp_engine": "auto", "optimizers": (None, None)}
+    known = {"world_size": 2, "dp_engine": "auto", "dp_views": 1, "optimizers": (None, None)}
     refuse_outside(SHARDED, known.get)
     with pytest.raises(InvalidArgument, match=re.escape(f"{name}={value!r}")):
         refuse_outside(SHARDED, {**known, name: value}.get)

@@ -369,7 +369,8 @@ def test_names_of_settings_are_those_of_transformers(tmp_path):
     assert missing(settings._INSTEAD, arguments) == ["group_by_length", "packing", "padding_free"]
     assert missing(settings.FOLLOWED, arguments) == ["logging_dir"]
     assert missing(recipes._DECIDED, arguments) == []
-    assert missing(SETTINGS[SHARDED], arguments) == ["dp_engine", "optimizers"]  # of PrivacyArguments, of the Trainer
+    beside = ["dp_engine", "dp_views", "dp_average", "optimizers"]  # of PrivacyArguments, the last of the Trainer
+    assert missing(SETTINGS[SHARDED], arguments) == beside
     asked_for = ["state.fsdp_plugin", "state.megatron_lm_plugin"]  # are there only then
     assert missing(SETTINGS[ACCELERATOR], Accelerator(cpu=True)) == asked_for
     assert missing(settings._OVERRIDES, DPTrainer) == []
