@@ -38,7 +38,7 @@ from dpfunc.hf import DPTrainer, PrivacyArguments
 
 RESULT = FOLDER / "beside.json"
 KINDS = {"head": "a head alone", "lora": "LoRA + head"}
-SEEDS = 3
+SEEDS = 5
 
 
 @dataclass(frozen=True)
