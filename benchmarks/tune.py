@@ -27,16 +27,9 @@ from dpfunc.hf.pooled import load_mean_pooled
 from dpfunc.train._config_file import FACTORS, parse_grid, trials
 from dpfunc.train._dataset import read_records
 from dpfunc.train._model import load_processing
-from dpfunc.train._search import (
-    Candidate,
-    load,
-    noise_of,
-    prepare_search,
-    run_public,
-    run_search,
-    score,
-    train_candidate,
-)
+from dpfunc.train._private_search import run_search
+from dpfunc.train._search import Candidate, load, noise_of, prepare_search
+from dpfunc.train._search_runs import run_public, score, train_candidate
 
 RESULT = FOLDER / "tune.json"
 EPSILON, DELTA, MEAN_RUNS, SHAPE, SCORE_NOISE, HELD_OUT = 3.0, 1e-4, 8.0, 1.0, 3.0, 0.1

@@ -77,22 +77,21 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(job: Job, writes: bool) -> Iterator[None]:
-    """After Ctrl-C, or a file that cannot be written, tell the privacy cost of the run; click then ends the command."""
+def _interruptible(job: Job, cost: Callable[[Job, str], str], writes: bool) -> Iterator[None]:
+    """After Ctrl-C, or a file that cannot be written, tell what the job has cost; click then ends the command."""
     from dpfunc.checkpoint.not_written import REFUSED, unwritten
-    from dpfunc.train._run_folder import interrupted
 
     try:
         yield
     except KeyboardInterrupt:
         if writes:
-            click.echo(f"\n{interrupted(job)}", err=True)  # not on the line of the progress bar
+            click.echo(f"\n{cost(job, 'Interrupted')}", err=True)  # not on the line of the progress bar
         raise
     except REFUSED as error:
         if not unwritten(error):
             raise
         what = "" if isinstance(error, NotWritten) else f"The run in {job.output_dir} could not go on: "
-        raise click.ClickException(f"{what}{str(error).rstrip('.')}. {interrupted(job, 'Stopped')}") from error
+        raise click.ClickException(f"{what}{str(error).rstrip('.')}. {cost(job, 'Stopped')}") from error
 
 
 @contextmanager
@@ -157,9 +156,10 @@ def train(
 
             report.say(*(plan_lines(job, resume=resume, insecure_seed=insecure_seed) if writes else ()))
             return
+        from dpfunc.train._run_folder import interrupted
         from dpfunc.train.run import run_job
 
-        with _interruptible(job, writes):
+        with _interruptible(job, interrupted, writes):
             report.values["record"] = run_job(job, resume=resume, insecure_seed=insecure_seed, say=report.say) or None
 
 
@@ -273,7 +273,8 @@ def tune(
     job, _ = found[0]
     dry_run = dry_run or job.privacy.dp_dry_run
     with _keys_of_the_file(), importing(), reporting(as_json) as report:
-        from dpfunc.train._search import check_search_folder, prepare_search
+        from dpfunc.train._private_search import check_search_folder
+        from dpfunc.train._search import prepare_search
 
         if public is not None:
             target = config.with_suffix(".tuned.yaml") if out is None else out
@@ -314,7 +315,9 @@ def _search_public(
     import yaml
     from rich.progress import track
 
-    from dpfunc.train._search import MEANING, noise_of, run_public, tuned
+    from dpfunc.train._config_file import tuned
+    from dpfunc.train._search import MEANING, noise_of
+    from dpfunc.train._search_runs import run_public
 
     there, held_out = len(search.records.train), len(search.records.evaluation)
     report.say(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
@@ -347,18 +350,14 @@ def _search_public(
 
 def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
     """Do a private search, or show its plan."""
-
-    from dpfunc.train._search import interrupted_search, outcome_lines, run_search, search_lines
+    from dpfunc.train._private_search import interrupted_search, outcome_lines, run_search, search_lines
 
     report.say(*search_lines(search))
     if dry_run:
         report.say(_NOTHING)
         return
-    try:
-        with Console(file=sys.stderr).status("private search"):  # a bar or a time would tell the number of runs
-            outcome = run_search(search, resume=resume, insecure_seed=insecure_seed)
-    except KeyboardInterrupt:
-        click.echo(f"\n{interrupted_search(search.job)}", err=True)
-        raise
+    shown = Console(file=sys.stderr).status("private search")  # a bar or a time would tell the number of runs
+    with _interruptible(search.job, interrupted_search, True), shown:
+        outcome = run_search(search, resume=resume, insecure_seed=insecure_seed)
     report.values["record"] = json.loads(outcome[0].to_json())
     report.say(*outcome_lines(outcome, search.job.output_dir, insecure_seed))

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from dpfunc._utils.validation import expect, suggestion
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
-from dpfunc.train.config import SECTIONS, TOP, Job, explained, job_from_dict
+from dpfunc.train.config import ADAPTERS, SECTIONS, TOP, Job, explained, job_from_dict
 
 # Far more than the largest job has, which lists every key and all labels and targets. A text of LONG characters counts
 # as two values, so that aliases multiply no long text either.
@@ -240,3 +240,18 @@ def trials(
         for texts in itertools.product(*tried.values())
     ]
     return tuple(itertools.product(jobs, factors))
+
+
+def tuned(values: Mapping[str, Any], chosen: Job) -> dict[str, Any]:
+    """The values of a job file with those of a candidate, for `dpfunc train`."""
+
+    def given(section: object, *names: str) -> dict[str, Any]:
+        return {name: getattr(section, name) for name in names if getattr(section, name) is not None}
+
+    kept = {
+        **{name: value for name, value in (values.get("training") or {}).items() if name != "epochs"},
+        **given(chosen.training, "learning_rate", "head_rate", "batch_size", "steps", "physical_batch_size"),
+    }
+    if chosen.strategy not in ADAPTERS:
+        return {**values, "training": kept}
+    return {**values, "training": kept, "lora": (values.get("lora") or {}) | given(chosen.lora, "rank", "top_layers")}

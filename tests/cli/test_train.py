@@ -34,6 +34,7 @@ from dpfunc.cli._train import _interruptible
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train._config_file import read_job
 from dpfunc.train._model import load_base, load_processing
+from dpfunc.train._run_folder import interrupted
 from dpfunc.train.config import SECTIONS, STRATEGIES
 
 
@@ -130,7 +131,7 @@ def test_only_the_process_that_writes_speaks_of_an_interrupt(here, capsys):
     job = read_job("job.yaml", ["--output_dir", "nowhere"])
     said = []
     for writes in (True, False):
-        with pytest.raises(KeyboardInterrupt), _interruptible(job, writes):
+        with pytest.raises(KeyboardInterrupt), _interruptible(job, interrupted, writes):
             raise KeyboardInterrupt
         said.append(capsys.readouterr().err)
     assert said[0].startswith("\nInterrupted before the first step was released: nothing was spent.")

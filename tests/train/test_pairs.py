@@ -21,7 +21,7 @@ from dpfunc.train._dataset import read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import load_processing
 from dpfunc.train._run_folder import saved_job
-from dpfunc.train._search import score
+from dpfunc.train._search_runs import score
 from dpfunc.train.generate import load_writer
 from dpfunc.train.run import prepare
 

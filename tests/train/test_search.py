@@ -24,22 +24,12 @@ from dpfunc.accounting.record import ONE_RECORD, SelectionRecord
 from dpfunc.budget import Budget
 from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, InvalidArgument, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
-from dpfunc.train import _search as searches
-from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials
+from dpfunc.train import _private_search, _search_runs
+from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials, tuned
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._search import (
-    MEANING,
-    check_search_folder,
-    interrupted_search,
-    noise_of,
-    noisy,
-    prepare_search,
-    run_public,
-    run_search,
-    score,
-    search_lines,
-    tuned,
-)
+from dpfunc.train._private_search import check_search_folder, interrupted_search, run_search, search_lines
+from dpfunc.train._search import MEANING, noise_of, prepare_search
+from dpfunc.train._search_runs import noisy, run_public, score
 from dpfunc.train.config import TASKS, job_from_dict
 from dpfunc.train.run import prepare
 from dpfunc.types import Event
@@ -180,8 +170,8 @@ def test_what_is_written_is_the_job_of_the_best_candidate(here):
 
 def test_each_candidate_gets_its_mean_score(here, monkeypatch):
     keys = []
-    monkeypatch.setattr(searches, "train_candidate", lambda candidate, folder, key: keys.append(key))
-    monkeypatch.setattr(searches, "score", lambda prepared, model, records: 0.25 * len(records) * len(keys))
+    monkeypatch.setattr(_search_runs, "train_candidate", lambda candidate, folder, key: keys.append(key))
+    monkeypatch.setattr(_search_runs, "score", lambda prepared, model, records: 0.25 * len(records) * len(keys))
     assert list(run_public(searched(factors="1,2,3"))) == [0.25, 0.5, 0.75]
     assert len({bytes(key.secret) for key in keys}) == 3
 
@@ -305,9 +295,9 @@ def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwar
         print("trained", file=sys.stderr)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searches, "make_trainer", loud)
+    monkeypatch.setattr(_search_runs, "make_trainer", loud)
     with pytest.raises(KeyboardInterrupt):
-        searches.train_candidate(search.candidates[0], tmp_path / "run", None)
+        _search_runs.train_candidate(search.candidates[0], tmp_path / "run", None)
     assert (caplog.records, recwarn.list, capfd.readouterr()) == ([], [], ("", ""))
     logging.getLogger("dpfunc").error("after it")
     assert [each.message for each in caplog.records] == ["after it"]
@@ -369,22 +359,22 @@ def test_a_killed_search_goes_on_with_the_same_result(search, monkeypatch, inter
 
 def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
     MadeUpRuns(monkeypatch)
-    write = searches.folders.write_job
+    write = _private_search.folders.write_job
 
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searches.folders, "write_job", killed)
+    monkeypatch.setattr(_private_search.folders, "write_job", killed)
     with pytest.raises(KeyboardInterrupt):
         run_search(search, insecure_seed=2106)
     assert "the whole budget counts as spent" in interrupted_search(search.job)
-    monkeypatch.setattr(searches.folders, "write_job", write)
-    delete = searches.shutil.rmtree
-    monkeypatch.setattr(searches.shutil, "rmtree", killed)
+    monkeypatch.setattr(_private_search.folders, "write_job", write)
+    delete = _private_search.shutil.rmtree
+    monkeypatch.setattr(_private_search.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         run_search(search, resume=True, insecure_seed=2106)
     assert "search/state.json" in files(search)
-    monkeypatch.setattr(searches.shutil, "rmtree", delete)
+    monkeypatch.setattr(_private_search.shutil, "rmtree", delete)
     assert run_search(search, resume=True, insecure_seed=2106)[1] is None
     assert files(search) == ["job.json", "model", "model/a.safetensors", "privacy_accounting.json"]
 

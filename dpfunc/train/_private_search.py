@@ -1,0 +1,253 @@
+"""A search on private records: of a random number of runs the best one alone is released, and the budget pays for all.
+
+May import: its folder, features and below. Trusted: yes.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dpfunc._utils.files import remove, replace_file, sha256, sweep
+from dpfunc._utils.locks import only_process
+from dpfunc._utils.validation import refuse, unique_json
+from dpfunc.accounting import Ledger, record
+from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord, listed
+from dpfunc.checkpoint.record import versions
+from dpfunc.errors import CheckpointError, DPFuncError, NotWritten
+from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
+from dpfunc.sampling import data_name
+from dpfunc.train import _run_folder as folders
+from dpfunc.train._search import MEANING, Search
+from dpfunc.train._search_runs import evaluate, noisy
+from dpfunc.train.config import Job, job_to_dict
+from dpfunc.train.run import check_job
+
+_SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under way: as secret as the data
+_STATE = "state.json"
+# Result of a private search, released: its record, and why there is no model, if there is none.
+Outcome = tuple[SelectionRecord, str | None]
+
+
+@dataclass(frozen=True)
+class _State:
+    """Progress of a private search, and the key of all that is random in it; slot: folder of the best run. Secret."""
+
+    key: Key
+    done: int = 0
+    slot: str | None = None
+    candidate: int | None = None
+    score: float | None = None
+    failure: str | None = None  # of the first run that failed
+
+
+def search_lines(search: Search) -> list[str]:
+    """The plan of a private search in lines, from public numbers."""
+    runs, cost = search.counted
+    most, steps = runs.quantile(0.99), sum(each.plan.num_steps for each in search.candidates) / len(search.candidates)
+    counted = f", with {search.spent.num_steps} steps of earlier runs" if search.spent.num_steps else ""
+    return [
+        f"runs: {runs.mean:g} on average, with probability 0.99 at most {most}; each of a random candidate",
+        f"steps: {runs.mean * steps:.0f} on average, with probability 0.99 at most about {most * steps:.0f}",
+        f"score: {MEANING[search.job.task]}, plus noise of standard deviation {search.score_noise:g}",
+        *(f"candidate {listed(each.values)}: noise multiplier {each.plan.noise_multiplier:.4g} (without a search "
+          f"{each.alone:.4g}); one run would cost epsilon={each.plan.guarantee().epsilon:.4g}"
+          for each in search.candidates),
+        f"the whole search{counted}: epsilon={cost.epsilon:.4g} at delta={cost.delta:g} ({cost.method}), "
+        f"{cost.adjacency}",
+    ]  # fmt: skip
+
+
+def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> list[str]:
+    """The result of a private search in lines: all of it is released."""
+    found, nothing = outcome
+    lines = [f"Spent by the whole search: epsilon={found.epsilon:.4g} at delta={found.delta:g}, one record protected."]
+    if insecure_seed is not None:
+        lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
+    if found.chosen is None:
+        lines.append(f"No model was released: {nothing}.")
+    else:
+        best, noise = listed(found.candidates[found.chosen]), f"noise of standard deviation {found.score_noise:g}"
+        lines += [
+            f"Best: {best}; score {found.chosen_score:.4g}, with {noise}.",
+            f"Saved: {folder}/{folders.MODEL}. The other runs were deleted.",
+        ]
+    return [
+        *lines,
+        f"Accounting: {folder}/{RECORD_FILE}.",
+        f"Not covered by epsilon: {'; '.join((*record.SEARCH_NOT_COVERED, *record.NOT_COVERED[:2]))}.",
+    ]
+
+
+def check_search_folder(job: Job, resume: bool) -> None:
+    """Check, before a table is read, that a private search can begin or go on in the folder of its job."""
+    if not resume:
+        check_job(job, False, None)
+    elif not (Path(job.output_dir) / _SECRET_FOLDER / _STATE).is_file():
+        raise CheckpointError(
+            f"Expected an interrupted search in {job.output_dir!r}, found none. Begin without --resume."
+        )
+
+
+def run_search(search: Search, *, resume: bool = False, insecure_seed: int | None = None) -> Outcome:
+    """Do the runs of a private search, and release the best one.
+
+    How many runs there are, and what the others were, is not told, and their files are deleted. A run that fails has
+    the lowest score. Until the end nothing is released: an interrupted search has cost nothing, if nobody read its
+    folder; it is resumed with the same key, number of runs, candidates, batches and noise.
+
+    Guarantees:
+        tests/train/test_search.py::test_the_best_run_alone_is_released,
+        ::test_a_killed_search_goes_on_with_the_same_result.
+    """
+    job, (runs, cost) = search.job, search.counted
+    folder = Path(job.output_dir)
+    secret = folder / _SECRET_FOLDER
+    check_search_folder(job, resume)
+    with only_process(folder):
+        about = {**_about(search), "insecure_seed": insecure_seed}
+        if resume:
+            state = _resumed(secret, about)
+            if (folder / RECORD_FILE).is_file():  # it is written last: only the secret folder is left to be deleted
+                return _finished(secret, state, SelectionRecord.from_json((folder / RECORD_FILE).read_bytes()))
+        else:
+            folders.check_folder(job, False, None)  # again: another process may have ended there
+            state = _State(secure_key() if insecure_seed is None else insecure_key(insecure_seed))
+        secret.mkdir(mode=0o700, exist_ok=True)
+        sweep(secret)
+        _write(secret, state, about)
+        if (budget := folders.budget_of(job)) is not None:
+            budget.reserve(cost, state.key, unit=folders.unit_of(job), before=search.spent)
+        uniform = float(stream(fold_in(state.key, "number of runs")).random())
+        while state.done < runs.quantile(uniform):
+            state = _after_a_run(search, secret, state)
+            _write(secret, state, about)
+        return _finished(secret, state, _release(search, state, folder, insecure_seed))
+
+
+def interrupted_search(job: Job, how: str = "Interrupted") -> str:
+    """Message after a private search was ended: its cost, and how it goes on."""
+    folder = Path(job.output_dir)
+    goes_on = "--resume goes on, with the same key and number of runs; or delete the folder."
+    if (folder / folders.MODEL).exists() or (folder / RECORD_FILE).exists():
+        return f"{how} while the best run was released: the whole budget counts as spent. {goes_on}"
+    if not (folder / _SECRET_FOLDER / _STATE).is_file():
+        return f"{how} before the first run: nothing was spent."
+    return (
+        f"{how}. Nothing was released, so nothing was spent, unless others can read {folder / _SECRET_FOLDER}: "
+        f"keep it as secret as the data. {goes_on}"
+    )
+
+
+def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
+    """The state after one run more, in a folder that the best run so far does not use."""
+    slot = "b" if state.slot == "a" else "a"
+    remove(secret / slot)  # of an interrupted or a worse run
+    key = fold_in(state.key, "run", state.done)
+    number = int(stream(fold_in(key, "candidate")).integers(len(search.candidates)))
+    done = state.done + 1
+    try:
+        value = evaluate(search.candidates[number], secret / slot, fold_in(key, "training"))
+    except NotWritten:  # no fault of the run: the search goes on from here
+        raise
+    except (DPFuncError, ArithmeticError, RuntimeError, ValueError) as error:
+        # A run that fails counts as the worst: without it the number of runs would depend on the data.
+        return replace(state, done=done, failure=state.failure or f"{type(error).__name__}: {error}")
+    found = noisy(value, search.score_noise, fold_in(key, "score"))
+    if state.score is not None and found <= state.score:
+        return replace(state, done=done)
+    return replace(state, done=done, slot=slot, candidate=number, score=found)
+
+
+def _release(search: Search, state: _State, folder: Path, insecure_seed: int | None) -> SelectionRecord:
+    """Write the best run, and the record of the search, into the folder; again the same after an interruption."""
+    (runs, cost), stated = search.counted, search.job.privacy.dp_dataset_size is not None
+    exact = [] if stated or search.spent.adjacency != "add_remove" else [record.EXACT_SIZE]
+    settings: dict[str, str] | None = None
+    best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
+    if state.candidate is not None:
+        settings = _settings(best.parent, search.candidates[state.candidate].plan.ledger())
+    weights = () if settings is None else tuple(map(sha256, sorted(best.rglob("*.safetensors"))))
+    found = SelectionRecord(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        unit="one record of the table",  # the held-out ones too: not those of training alone
+        epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=runs,
+        candidates=tuple(candidate.values for candidate in search.candidates),
+        ledgers=tuple(candidate.plan.ledger() for candidate in search.candidates),
+        score=MEANING[search.job.task], score_noise=search.score_noise, chosen=state.candidate,
+        chosen_score=state.score, spent=search.spent,
+        noise_key=record.GUESSABLE if state.key.guessable else record.SECRET,
+        dataset_size=search.size, dataset_size_is=record.SIZES[stated], versions=versions(),
+        not_covered=(*exact, *record.SEARCH_NOT_COVERED, *record.NOT_COVERED), settings=settings, weights=weights,
+    )  # fmt: skip
+    if state.candidate is not None:
+        # not their times, which tell when in the search the best run was
+        shutil.copytree(best, folder / folders.MODEL, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for path in (folder / folders.MODEL, *(folder / folders.MODEL).rglob("*")):
+            os.utime(path)
+        filled = replace(search.candidates[state.candidate].prepared.job, output_dir=search.job.output_dir)
+        folders.write_job(search.job, filled, {}, folder, insecure_seed)
+    replace_file(folder / RECORD_FILE, found.to_json() + "\n")
+    return found
+
+
+def _settings(slot: Path, counted: Ledger) -> dict[str, str]:
+    """The settings of a run, which is refused unless it took the steps that the search counts."""
+    own = Record.from_json((slot / RECORD_FILE).read_bytes())
+    refuse(
+        (own.ledger != counted, CheckpointError(
+            f"Expected a run with the steps that the search counts for it, {counted}, got {own.ledger}. Nothing was "
+            "released. Report this.")),
+    )  # fmt: skip
+    return {name: getattr(own, name) for name in record.SETTINGS}
+
+
+def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:
+    """Delete the other runs and the key; the file from which a killed search resumes is deleted last."""
+    for path in sorted(secret.iterdir(), key=lambda path: path.name == _STATE):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    secret.rmdir()
+    return found, None if state.candidate is not None else state.failure or "no run was drawn"
+
+
+def _about(search: Search) -> dict[str, Any]:
+    """Facts that must be equal in an interrupted search and the one that continues it, as JSON values."""
+    runs, _ = search.counted
+    return {
+        "candidates": [job_to_dict(candidate.prepared.job) for candidate in search.candidates],
+        "mean_runs": runs.mean, "shape": str(runs.shape), "score_noise": search.score_noise,
+        "train": data_name(search.records.train), "held_out": data_name(search.records.evaluation or ("",)),
+        "versions": versions(),
+    }  # fmt: skip
+
+
+def _write(secret: Path, state: _State, about: dict[str, Any]) -> None:
+    values = {**asdict(state), "key": bytes(state.key.secret).hex(), "guessable": state.key.guessable}
+    replace_file(secret / _STATE, json.dumps({"state": values, "about": about}), 0o600)
+
+
+def _resumed(secret: Path, about: dict[str, Any]) -> _State:
+    """The state of an interrupted search, if it is this one."""
+    path = secret / _STATE
+    try:
+        found = unique_json(path.read_bytes())
+        values, known = found["state"], dict(found["about"])
+        state = _State(Key(bytes.fromhex(values.pop("key")), values.pop("guessable")), **values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"The file {path} cannot be read ({type(error).__name__}). Nothing of that search was released: delete "
+            "its folder, and begin again."
+        ) from error
+    if changed := [name for name, value in json.loads(json.dumps(about)).items() if known.get(name) != value]:
+        raise CheckpointError(
+            f"Expected the search that {str(secret.parent)!r} was begun with, got another: {', '.join(changed)} "
+            "differ. It would repeat noise with other values. Give the same job, grid, records and versions; or delete "
+            "the folder, of which nothing was released, and begin again."
+        )
+    return state
