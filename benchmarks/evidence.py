@@ -100,7 +100,7 @@ def jobs(seeds: int) -> dict[str, str]:
     import pytest
     from job_faults import JOB_FAULTS, finished
 
-    from dpfunc.evidence._neighbours import Rows, compare
+    from dpfunc.evidence.neighbours import Rows, compare
     from dpfunc.hf.trainer.trainer import DPTrainer
     from dpfunc.train._evidence import _JobLoop, _prepared
 

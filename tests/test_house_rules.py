@@ -105,7 +105,6 @@ PRIVATE = {  # (folder of the application, folder of the library) -> what has no
     ("hf", "checkpoint"): "a checkpoint of the Trainer has files of its own around that of the library",
     ("hf", "functional"): "parts that FSDP manages, and the choice of parameters by patterns",
     ("hf", "sampling"): "the loader of the plan with the collator and columns of the Trainer",
-    ("train", "evidence"): "replays and audits of a job watch a run of the Trainer",
 }
 
 

@@ -50,6 +50,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def weights_in(folder: Path) -> list[str]:
+    """Digests of the files of the released model; checkpoints, which hold the key, are in folders of their own."""
+    return [*map(sha256, sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")]))]
+
+
 def remove(path: Path) -> None:
     """Remove a folder, if it exists. It is renamed first, so that nothing reads it; `sweep` removes leftovers."""
     # tests/checkpoint/test_folder.py::test_a_kill_while_an_old_checkpoint_is_removed

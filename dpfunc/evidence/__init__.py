@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from dpfunc._utils.lazy import lazy
 
 if TYPE_CHECKING:
-    from dpfunc.evidence._neighbours import Replay, replay
     from dpfunc.evidence._one_run import Audit, audit, largest_bound, plot
     from dpfunc.evidence.canaries import Canaries, coins, exposure, loss_drops
     from dpfunc.evidence.certificate import certify, check
+    from dpfunc.evidence.neighbours import Replay, replay
 
 __all__ = [
     "Audit", "Canaries", "Replay", "audit", "certify", "check", "coins", "exposure", "largest_bound",
@@ -21,5 +21,5 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = lazy(__name__, {
         "canaries": "Canaries coins exposure loss_drops", "certificate": "certify check",
-        "_neighbours": "Replay replay", "_one_run": "Audit audit largest_bound plot",
+        "neighbours": "Replay replay", "_one_run": "Audit audit largest_bound plot",
     })  # fmt: skip

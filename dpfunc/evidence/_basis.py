@@ -5,10 +5,8 @@ May import: its folder, checkpoint and below. Trusted: no.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.files import sha256
 from dpfunc.accounting.ledger import from_values
 from dpfunc.types import Event
 
@@ -42,8 +40,3 @@ class Basis:
 def events_in(values: Sequence[Values]) -> tuple[Event, ...]:
     """Events from their JSON values."""
     return tuple(map(from_values, values))
-
-
-def weights_in(folder: Path) -> list[str]:
-    """Digests of the files of the released model; checkpoints, which hold the key, are in folders of their own."""
-    return [*map(sha256, sorted([*folder.glob("*.safetensors"), *(folder / "model").rglob("*.safetensors")]))]

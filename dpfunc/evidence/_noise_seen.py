@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.evidence._watch import Add, WatchedNoise
+from dpfunc.evidence.watch import Add, WatchedNoise
 from dpfunc.noise import Run, Turn
 from dpfunc.noise.gaussian import noise_std
 from dpfunc.plan import Plan

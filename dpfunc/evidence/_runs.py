@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dpfunc._utils.files import sha256
+from dpfunc._utils.files import sha256, weights_in
 from dpfunc._utils.validation import digest, expect, fail, integer, positive
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.ledger import to_values
@@ -18,9 +18,9 @@ from dpfunc.accounting.record import NOT_COVERED, RECORD_FILE, SETTINGS, Record,
 from dpfunc.checkpoint import _chain as chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence._basis import CLAIM, Basis, Values, events_in, weights_in
+from dpfunc.evidence._basis import CLAIM, Basis, Values, events_in
 from dpfunc.evidence._figures import RECORDED, ROUNDING, figures_of
-from dpfunc.evidence._result import entry
+from dpfunc.evidence.result import entry
 from dpfunc.types import Adjacency, Event
 
 _SETTINGS = (*SETTINGS, "max_grad_norm", "noise_key")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.files import sha256
+from dpfunc._utils.files import sha256, weights_in
 from dpfunc._utils.validation import expect, one_of
 from dpfunc.accounting import Ledger, RunCount
 from dpfunc.accounting._trade_off import points_of
@@ -24,7 +24,7 @@ from dpfunc.accounting.record import (
     law_of,
     search_cost,
 )
-from dpfunc.evidence._basis import Basis, Values, events_in, weights_in
+from dpfunc.evidence._basis import Basis, Values, events_in
 from dpfunc.evidence._figures import RECORDED, shown
 from dpfunc.types import Event
 

@@ -39,10 +39,10 @@ from dpfunc.evidence import _runs, _search
 from dpfunc.evidence._basis import CLAIM, Values, events_in
 from dpfunc.evidence._figures import ROUNDING, compare_with_opacus
 from dpfunc.evidence._page import NO_BUDGET, page
-from dpfunc.evidence._result import in_certificate
 from dpfunc.evidence._runs import RUNS, ledger_of
 from dpfunc.evidence._search import SEARCH
 from dpfunc.evidence._signature import canonical, digest_of, signature_of, signed, signed_by
+from dpfunc.evidence.result import in_certificate
 
 NOBODY = "none: nobody vouches for it"
 NO_WEIGHTS = "names no weights: certify again with *.safetensors in the folder of the run"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.evidence._canary_run import Planted, Score, audit_loop
-from dpfunc.evidence._neighbours import Init, Replay, Step, replay
 from dpfunc.evidence._one_run import Audit
-from dpfunc.evidence._result import audit_values, replay_values
-from dpfunc.evidence._watch import Running
+from dpfunc.evidence.canary_run import Planted, Score, audit_loop
+from dpfunc.evidence.neighbours import Init, Replay, Step, replay
+from dpfunc.evidence.result import audit_values, replay_values
+from dpfunc.evidence.watch import Running
 from dpfunc.rng import Key
 from dpfunc.step import DPStep
 from dpfunc.types import Batch

@@ -15,7 +15,7 @@ import click
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import expect, suggestion
+from dpfunc._utils.validation import expect, refuse, suggestion
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import OTHER_NAMES, own_names
 from dpfunc.train.config import ADAPTERS, SECTIONS, TOP, Job, explained, job_from_dict
@@ -56,17 +56,18 @@ def read_yaml(path: Path | str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise InvalidArgument(f"Expected a job of at most {MOST_BYTES} bytes, got {str(path)!r}, which has more.")
+        refuse(
+            (len(raw) > MOST_BYTES,
+             f"Expected a job of at most {MOST_BYTES} bytes, got {str(path)!r}, which has more."),
+        )  # fmt: skip
         loader = _Loader(raw.decode("utf-8"))
         tree = loader.get_single_node()
-        if tree is None:
-            raise InvalidArgument(f"Expected `key: value` lines in {str(path)!r}, which is empty.")
-        if _size(tree, str(path), {}) > MOST_VALUES:
-            raise InvalidArgument(
-                f"Expected a job of at most {MOST_VALUES} values, got {str(path)!r}, which has more, or without end: "
-                "aliases (*name) of aliases multiply. Write the values out."
-            )
+        refuse(
+            (tree is None, f"Expected `key: value` lines in {str(path)!r}, which is empty."),
+            (tree is not None and _size(tree, str(path), {}) > MOST_VALUES,
+             f"Expected a job of at most {MOST_VALUES} values, got {str(path)!r}, which has more, or without end: "
+             "aliases (*name) of aliases multiply. Write the values out."),
+        )  # fmt: skip
         values = loader.construct_document(tree)
     except InvalidArgument:
         raise
@@ -144,11 +145,12 @@ def parse_flags(arguments: Sequence[str]) -> dict[tuple[str, str], str]:
     flags: dict[tuple[str, str], str] = {}
     for option, place in options.items():
         texts = given[str(option.name)]
-        if len(texts) > 1:
-            raise click.UsageError(f"Expected each flag once, got {option.opts[-1]} again.")
+        refuse(
+            (len(texts) > 1, click.UsageError(f"Expected each flag once, got {option.opts[-1]} again.")),
+            *((not text or text.startswith("--"),
+               click.UsageError(f"Expected a value after {option.opts[-1]}, got {text!r}.")) for text in texts),
+        )  # fmt: skip
         for text in texts:
-            if not text or text.startswith("--"):
-                raise click.UsageError(f"Expected a value after {option.opts[-1]}, got {text!r}.")
             flags[place] = text
     return flags
 
@@ -208,8 +210,10 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
         values[key] = found
     chosen = _factors(factors)
     if "learning_rate" in values:
-        if factors is not None:
-            raise InvalidArgument("Expected --factors or learning rates in --grid, got both: factors multiply these.")
+        refuse(
+            (factors is not None,
+             "Expected --factors or learning rates in --grid, got both: factors multiply these."),
+        )  # fmt: skip
         chosen = (1.0,)
     size = len(chosen) * math.prod(map(len, values.values()))
     expect(size <= _MOST_COMBINATIONS, f"at most {_MOST_COMBINATIONS} combinations in --grid", "combinations", size)

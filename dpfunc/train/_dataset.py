@@ -164,7 +164,7 @@ def _is_held_out(job: Job, row: Row) -> bool:
 
 def count_records(job: Job) -> int:
     """Number of records that a job trains on; nothing else of its table is looked at."""
-    return sum(not _is_held_out(job, row) for row in _read(job, job.data.train, None, job.deduplicates).rows)
+    return sum(not _is_held_out(job, row) for row in _read(job, job.data.train, None, job.deduplicates).values())
 
 
 def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
@@ -176,22 +176,23 @@ def _read(job: Job, file: str, unit: str | None, deduplicate: bool) -> Table:
         lists = [data.text_column, data.label_column]
     elif job.task == "vqa" and data.max_images > 1:
         lists = [data.image_column]
-    columns = tuple(dict.fromkeys((*columns_of(job), *([] if unit is None else [unit]))))
+    columns = columns_of(job)
     optional = [*(data.numbers or ()), *(data.categories or ())]
-    values = [*(data.chat or ()), *([data.tools_column] if data.tools_column else [])]
     if data.chat:  # the last has the answer; a chat may have no image and no tools, a question no second part
-        values += [data.image_column] if job.task == "vqa" else []
-        optional = [*data.chat[1 : -len(learnt_columns(job))], *values[len(data.chat) :]]
+        optional = [*data.chat[1 : -len(learnt_columns(job))], *columns[len(data.chat) :]]
     elif job.task in LANGUAGE:  # a part of a prompt may be empty, what is learnt may not
-        optional = [column for column in columns_of(job) if column not in learnt_columns(job)]
-    return read_table(file, columns, deduplicate=deduplicate, unit=unit, lists=lists, values=values, optional=optional)
+        optional = [column for column in columns if column not in learnt_columns(job)]
+    return read_table(
+        file, tuple(dict.fromkeys((*columns, *([] if unit is None else [unit])))), deduplicate=deduplicate, unit=unit,
+        lists=lists, values=columns if data.chat else (), optional=optional,
+    )  # fmt: skip
 
 
 def _read_rows(job: Job, processing: Any, file: str, unit: str | None, deduplicate: bool) -> list[_Made]:
     """The rows of a table and their records, if all can be used, and the columns are as the job says."""
     table, path = _read(job, file, unit, deduplicate), Path(file)
     made: list[_Made] = []
-    for number, row in zip(table.numbers, table.rows, strict=True):
+    for number, row in table.items():
         where = row["place"] if job.task == "image_classification" else f"row {number} of {path.name}"
         made.append((row, record_of(job, processing, row, path.parent, where)))
     if isinstance(processing, TableFeatures):

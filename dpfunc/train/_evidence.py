@@ -15,17 +15,17 @@ from typing import Any, cast
 
 from transformers import TrainerCallback
 
-from dpfunc._utils.files import sha256
+from dpfunc._utils.files import weights_in
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
 from dpfunc.checkpoint.journal import Taken, read_steps
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import Audit, Replay
-from dpfunc.evidence._canary_run import Planted, PlantedStep, Score, planted_plan
-from dpfunc.evidence._neighbours import Rows, compare, files_written, left_in, lines_of
-from dpfunc.evidence._result import audit_values, replay_values
-from dpfunc.evidence._watch import Tape, WatchedStep, described, settings_of, watched_plan
+from dpfunc.evidence.canary_run import Planted, PlantedStep, Score, planted_plan
+from dpfunc.evidence.neighbours import Rows, compare, files_written, left_in, lines_of
+from dpfunc.evidence.result import audit_values, replay_values
+from dpfunc.evidence.watch import Tape, WatchedStep, described, settings_of, watched_plan
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _run as runs
 from dpfunc.hf.trainer.trainer import DPTrainer
@@ -117,7 +117,7 @@ class _JobLoop:
                 save_model(
                     self.folder.with_name(folders.MODEL), self.prepared.job, trainer.model, self.prepared.processing
                 )
-                self.weights = _weights(self.folder.parent)
+                self.weights = weights_in(self.folder.parent)
 
 
 def _train(prepared: Prepared, data: Rows, key: Key, watch: _Watch) -> Any:
@@ -148,11 +148,6 @@ def _prepared(run: Path, folder: Path) -> tuple[Prepared, Key]:
     raise InvalidArgument(f"Expected a checkpoint in {str(run)!r}, which holds the key of the run, found none.")
 
 
-def _weights(folder: Path) -> list[str]:
-    """Digests of the files of a model."""
-    return [sha256(path) for path in sorted((folder / folders.MODEL).rglob("*.safetensors"))]
-
-
 def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str, Any]]:
     """Run the first steps of a job again, with the key of its run, on its records and on neighbours. UNRELEASED.
 
@@ -170,7 +165,7 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
         "run": fingerprint(key),
         "reproduced": sum(recorded.get(step) == taken for step, taken in loop.journal.items()),
         "weights": loop.weights or None,
-        "same_model": loop.weights == _weights(run) if loop.weights else None,
+        "same_model": loop.weights == weights_in(run) if loop.weights else None,
     })  # fmt: skip
 
 

@@ -86,17 +86,17 @@ def new_model(job: Job, front: Front, key: Key) -> nn.Module:
 
 def check_table(front: TableFeatures, table: Table, name: str) -> None:
     """Check each row, and that no column has all rows outside of its public facts. Changes no feature."""
-    for number, row in zip(table.numbers, table.rows, strict=True):
+    for number, row in table.items():
         front.encode(row, f"row {number} of {name}")
     for column, values in front.categories.items():
         refuse(
-            (not any(row[column].strip() in values for row in table.rows),
+            (not any(row[column].strip() in values for row in table.values()),
              f"Expected values of data.categories.{column} in the column {column!r} of {name}, got none of them "
              "in any row: all are unknown. Look for other spellings or capitals, or for the wrong column."),
         )  # fmt: skip
     for column, (low, high) in front.numbers.items():
         refuse(
-            (not any(low <= number_of(row[column]) <= high for row in table.rows),
+            (not any(low <= number_of(row[column]) <= high for row in table.values()),
              f"Expected numbers in the range data.numbers.{column}: [{low:g}, {high:g}] in the column "
              f"{column!r} of {name}, got none in any row. Give its range in the unit of the table."),
         )  # fmt: skip

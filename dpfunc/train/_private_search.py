@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.files import remove, replace_file, sha256, sweep
+from dpfunc._utils.files import remove, replace_file, sweep, weights_in
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import refuse, unique_json
 from dpfunc.accounting import Ledger, record
@@ -170,7 +170,7 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
     if state.candidate is not None:
         settings = _settings(best.parent, search.candidates[state.candidate].plan.ledger())
-    weights = () if settings is None else tuple(map(sha256, sorted(best.rglob("*.safetensors"))))
+    weights = () if settings is None else tuple(weights_in(best.parent))
     found = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone

@@ -210,9 +210,11 @@ def _unit_of_run(path: Path) -> str | None:
     """The unit in a record of a run; of a journal, that of the job or the record beside it."""
     beside = (path, path.parent / ACCOUNTING, path.parent / JOB_FILE)
     for values in map(json_values, beside if path.suffix == ".jsonl" else (path,)):
-        if isinstance(values.get("unit"), str):
-            return str(values["unit"])
-        job = values.get("job")
-        if isinstance(job, dict) and isinstance(job.get("data"), dict):
-            return _PERSON if job["data"].get("unit_column") is not None else ONE_RECORD
+        match values:
+            case {"unit": str() as unit}:
+                return unit
+            case {"job": {"data": {"unit_column": str()}}}:
+                return _PERSON
+            case {"job": {"data": dict()}}:
+                return ONE_RECORD
     return None

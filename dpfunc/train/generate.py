@@ -119,9 +119,9 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     column = {".txt": "text"}.get(path.suffix, "prompt")
     table = read_table(path, [column], deduplicate=False)
     if path.suffix != ".jsonl":
-        return tuple({"prompt": row[column]} for row in table.rows)
+        return tuple({"prompt": row[column]} for row in table.values())
     lines = path.read_text("utf-8-sig").split("\n")
-    fields = [{name: str(value) for name, value in json.loads(lines[number - 1]).items()} for number in table.numbers]
+    fields = [{name: str(value) for name, value in json.loads(lines[number - 1]).items()} for number in table]
     if reserved := {"text", "epsilon", "delta"} & set().union(*fields):
         raise InvalidArgument(f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here.")
     return tuple(fields)

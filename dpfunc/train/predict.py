@@ -51,7 +51,7 @@ def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.T
     if isinstance(front, TableFeatures):
         columns = [*front.numbers, *front.categories]
         table = read_table(path, columns, deduplicate=False, optional=columns)
-        for number, row in zip(table.numbers, table.rows, strict=True):
+        for number, row in table.items():
             yield {"row": number}, front.encode(row, f"row {number} of {path.name}")
         return
     files = [path] if path.is_file() else visible_files(path)

@@ -13,7 +13,6 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +25,9 @@ from dpfunc.hf.chats import written_turns
 from dpfunc.hf.vision_language._images import is_image
 
 Row = dict[str, str]
+"""Column -> text. Private."""
+Table = dict[int, Row]
+"""Where a row was in the file, from 1 -> the row. Private, numbers included."""
 _NO_RECORDS = ("thumbs.db", "desktop.ini")  # files that systems put into folders of images; others begin with a dot
 # Names of columns by which a format of texts is known -> what to write in the section data.
 _FORMATS = {
@@ -54,14 +56,6 @@ TURNS = (
 )
 """Advice where a text should be and turns of a chat are."""
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of a table, column -> text, and where each was in the file, from 1. Private, numbers included."""
-
-    rows: tuple[Row, ...]
-    numbers: tuple[int, ...]
 
 
 def read_table(
@@ -95,11 +89,11 @@ def read_table(
     return _table(found, columns, deduplicate)
 
 
-def _table(found: dict[int, Row], columns: Sequence[str], deduplicate: bool) -> Table:
+def _table(found: Table, columns: Sequence[str], deduplicate: bool) -> Table:
     """Numbered rows; of those that are equal in these columns the first."""
     first = {tuple(row[column] for column in columns): number for number, row in reversed(found.items())}
     kept = sorted(first.values()) if deduplicate else [*found]
-    return Table(tuple(found[number] for number in kept), tuple(kept))
+    return {number: found[number] for number in kept}
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
@@ -366,7 +360,7 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
          f"data.train={str(folder)!r} without {', '.join(lacking) or 'none of them'}, with {len(others)} others. "
          "Classes are public; one that has no image has an empty folder."),
     )  # fmt: skip
-    rows: dict[int, Row] = {}
+    rows: Table = {}
     for label in labels:
         for number, path in enumerate(visible_files(folder / label), start=1):
             place = f"file {number} of the class {label!r}, in the order of names,"

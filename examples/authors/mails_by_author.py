@@ -62,7 +62,7 @@ def sender(raw: str) -> str:
 def read_csv(path: Path) -> list[tuple[str, str, int]]:
     """(author, text, label) of each row."""
     try:
-        rows = read_table(path, ["author", "text", "label"], deduplicate=False, unit="author").rows
+        rows = [*read_table(path, ["author", "text", "label"], deduplicate=False, unit="author").values()]
     except InvalidArgument as error:
         raise DataError(f"Expected mails, or a CSV file with author, text and label. {error}") from error
     for number, row in enumerate(rows, start=1):

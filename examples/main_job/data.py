@@ -105,7 +105,7 @@ def mail_text(raw: str) -> str:
 def read_file(path: Path) -> list[tuple[str, str]]:
     """(text, label) of each row of a CSV file with a header, or of each line of a JSONL file."""
     try:
-        rows = read_table(path, ["text", "label"], deduplicate=False).rows
+        rows = [*read_table(path, ["text", "label"], deduplicate=False).values()]
     except InvalidArgument as error:
         raise DataError(f"Expected bbc, mail or a file with the fields text and label. {error}") from error
     return [(row["text"], row["label"]) for row in rows]

@@ -139,7 +139,7 @@ def main(
         job = job_of(
             train, model, run, epsilon=epsilon, delta=delta, steps=steps, batch_size=batch_size, short=short
         )  # fmt: skip
-        real, held_out = (read_table(path, ["text", "label"]).rows for path in (train, test))
+        real, held_out = ([*read_table(path, ["text", "label"]).values()] for path in (train, test))
         run_job(job)
         distributed.shutdown()
         if not writes:  # the rest is the work of one process
@@ -148,7 +148,7 @@ def main(
         prompts = [{"prompt": PROMPT.format(label=label), "label": label} for label in classes]
         how = Sampling(num, max_new_tokens=12 if short else 128, batch_size=64)
         write_texts(out / "synthetic.jsonl", sample(writer, prompts, how))
-        synthetic = read_table(out / "synthetic.jsonl", ["text", "label"], deduplicate=False).rows
+        synthetic = [*read_table(out / "synthetic.jsonl", ["text", "label"], deduplicate=False).values()]
         result = evaluate(real, synthetic, held_out, classes, (writer.epsilon or float("inf"), delta))
     except DPFuncError as error:
         raise click.ClickException(str(error)) from error

@@ -31,6 +31,7 @@ import dpfunc
 from dpfunc.accounting import RunCount
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli._train import _interruptible
+from dpfunc.errors import NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train._config_file import read_job
 from dpfunc.train._model import load_base, load_processing
@@ -344,6 +345,9 @@ def test_ctrl_c_says_what_was_spent_and_the_search_goes_on(searched, monkeypatch
     MadeUpRuns(monkeypatch, interrupted=1)
     result = tune(*PRIVATE, "--insecure-seed", seed)
     assert (result.exit_code, "Nothing was released, so nothing was spent" in result.stderr) == (1, True), result.output
+    MadeUpRuns(monkeypatch, failing=[0], error=NotWritten("The disk is full."))
+    result = tune(*PRIVATE, "--insecure-seed", seed, "--resume")
+    assert (result.exit_code, "Error: The disk is full. Stopped. Nothing was released" in result.stderr) == (1, True)
     MadeUpRuns(monkeypatch)
     result = tune(*PRIVATE, "--insecure-seed", seed, "--resume", "--json")
     assert result.exit_code == 0, result.output

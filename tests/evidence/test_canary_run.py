@@ -11,7 +11,7 @@ from evidence_loops import Less, OnHalf, Reused
 import dpfunc
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import largest_bound, replay
-from dpfunc.evidence._canary_run import Planted, audit_loop
+from dpfunc.evidence.canary_run import Planted, audit_loop
 from dpfunc.evidence.script import read_script
 from dpfunc.noise import BLT, Correlated, Gaussian, LambdaCGD
 

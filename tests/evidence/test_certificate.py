@@ -28,10 +28,10 @@ from dpfunc.evidence import Audit, Replay, certify, check
 from dpfunc.evidence._figures import _OPACUS, by_renyi, compare_with_opacus
 from dpfunc.evidence._one_run import Guesses
 from dpfunc.evidence._page import page
-from dpfunc.evidence._result import audit_values
 from dpfunc.evidence._runs import RUNS, ledger_of
 from dpfunc.evidence._signature import canonical, digest_of
 from dpfunc.evidence.certificate import NO_WEIGHTS, NOBODY, _assumptions
+from dpfunc.evidence.result import audit_values
 from dpfunc.noise import BISR, Correlated
 from dpfunc.types import Event, Schedule
 

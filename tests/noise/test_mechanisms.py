@@ -21,7 +21,7 @@ from dpfunc.distributed._reduce import noise_windows
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
 from dpfunc.evidence import replay as on_neighbours
 from dpfunc.evidence._noise_seen import NoiseSeen, seen_noise
-from dpfunc.evidence._watch import WatchedNoise
+from dpfunc.evidence.watch import WatchedNoise
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.state import StepState, allow_repeat
 from dpfunc.state import turn_of as turn_after

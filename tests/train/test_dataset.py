@@ -470,7 +470,7 @@ def test_one_person_more_changes_nothing_of_the_others(tmp_path_factory, table, 
     found = []
     for table_of in (before, after):
         write_rows(folder / "t.jsonl", table_of)
-        read = read_table(folder / "t.jsonl", ["text", "author"], unit="author").rows
+        read = [*read_table(folder / "t.jsonl", ["text", "author"], unit="author").values()]
         sides = [[row for row in read if is_held_out(row, 0.4, seed, "author") == side] for side in (False, True)]
         found.append([[row for row in side if row["author"] != "new"] for side in sides])
         assert not {row["author"] for row in sides[0]} & {row["author"] for row in sides[1]}

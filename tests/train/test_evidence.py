@@ -14,7 +14,7 @@ from text_job import run as command
 
 import dpfunc
 from dpfunc.checkpoint import _chain
-from dpfunc.evidence._neighbours import Rows, compare
+from dpfunc.evidence.neighbours import Rows, compare
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train import _evidence
 from dpfunc.train._evidence import _JobLoop, _prepared

@@ -28,7 +28,7 @@ from dpfunc.train._dataset import read_records
 from dpfunc.train._model import load_processing
 from dpfunc.train.config import job_from_dict
 from dpfunc.train.run import prepare
-from dpfunc.train.tables import Table, read_images, visible_files
+from dpfunc.train.tables import read_images, visible_files
 
 
 def job(source, model=None, text=TABLE, **data):
@@ -124,7 +124,7 @@ def test_public_facts_that_are_not_of_this_table_are_refused(tmp_path, change, m
 
 def test_rows_of_the_check_are_those_of_the_table():
     with pytest.raises(InvalidArgument, match="in row 9 of t"):
-        features.check_table(FRONT, Table(({"age": "x", "hours": "1", "work": "a"},), (9,)), "t")
+        features.check_table(FRONT, {9: {"age": "x", "hours": "1", "work": "a"}}, "t")
 
 
 def test_equal_rows_are_two_records(tmp_path):
@@ -189,7 +189,7 @@ def test_names_decide_nothing_and_copies_are_left_out(tmp_path, photos):
     sets = [[{tuple(r["features"].tolist()) for r in part} for part in (each.train, each.evaluation)] for each in found]
     assert sets[0] == sets[1] == sets[2]
     assert [len(each.train) + len(each.evaluation) for each in found] == [24] * 3
-    assert len(read_images(copied, ["flat", "bars"], "label", deduplicate=False).rows) == 25
+    assert len(read_images(copied, ["flat", "bars"], "label", deduplicate=False)) == 25
 
 
 def damage(folder):

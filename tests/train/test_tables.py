@@ -21,7 +21,7 @@ def test_jsonl_and_csv_agree(tmp_path):
     second = tmp_path / "t.csv"
     second.write_text('text,label,more\n"one, with a comma",a,x\n"two ""quoted""\nlines",b,y\n')
     assert read_table(first, ["text", "label"]) == read_table(second, ["text", "label"])
-    assert list(read_table(first, ["text", "label"]).rows) == rows
+    assert [*read_table(first, ["text", "label"]).values()] == rows
 
 
 def test_files_of_other_systems_are_the_same_table(tmp_path):
@@ -31,7 +31,7 @@ def test_files_of_other_systems_are_the_same_table(tmp_path):
         for end in ("\n", "\r\n"):
             for begin in (b"", b"\xef\xbb\xbf"):
                 (tmp_path / name).write_bytes(begin + end.join(each).encode())
-                assert list(read_table(tmp_path / name, ["text", "label"]).rows) == rows
+                assert [*read_table(tmp_path / name, ["text", "label"]).values()] == rows
 
 
 def test_a_text_file_has_a_record_a_line(tmp_path):
@@ -41,8 +41,8 @@ def test_a_text_file_has_a_record_a_line(tmp_path):
         for begin in (b"", b"\xef\xbb\xbf"):
             path.write_bytes(begin + end.join(["one, two ", "", "  ", '{"text": 1}', "one, two ", "\u2028x"]).encode())
             found = read_table(path, ["text"])
-            assert [row["text"] for row in found.rows] == ["one, two ", '{"text": 1}', "\u2028x"]
-            assert found.numbers == (1, 4, 6)
+            assert [row["text"] for row in found.values()] == ["one, two ", '{"text": 1}', "\u2028x"]
+            assert [*found] == [1, 4, 6]
 
 
 def test_what_is_read_is_text_of_the_columns_that_are_asked_for(tmp_path):
@@ -51,21 +51,21 @@ def test_what_is_read_is_text_of_the_columns_that_are_asked_for(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"more": 1, "text": "a", "more": 2}')
     assert read_table(tmp_path / "t.csv", ["text"]) == read_table(tmp_path / "t.jsonl", ["text"])
     path = write_rows(tmp_path / "t.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": True}])
-    assert [row["label"] for row in read_table(path, ["text", "label"]).rows] == ["1", "true"]
+    assert [row["label"] for row in read_table(path, ["text", "label"]).values()] == ["1", "true"]
 
 
 def test_exact_duplicates_are_left_out(tmp_path):
     path = write_rows(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "a"}, {"text": "a "}])
-    assert [row["text"] for row in read_table(path, ["text"]).rows] == ["a", "b", "a "]
-    assert len(read_table(path, ["text"], deduplicate=False).rows) == 4
+    assert [row["text"] for row in read_table(path, ["text"]).values()] == ["a", "b", "a "]
+    assert len(read_table(path, ["text"], deduplicate=False)) == 4
 
 
 @given(rows=rows_of_text, extra=st.sampled_from("abcdefghi"), position=st.integers(0, 12))
 def test_one_row_more_changes_at_most_one_row(tmp_path_factory, rows, extra, position):
     folder = tmp_path_factory.mktemp("t")
     more = [*rows[:position], {"text": extra}, *rows[position:]]
-    before = read_table(write_rows(folder / "a.jsonl", [{"text": "first"}, *rows]), ["text"]).rows
-    after = read_table(write_rows(folder / "b.jsonl", [{"text": "first"}, *more]), ["text"]).rows
+    before = [*read_table(write_rows(folder / "a.jsonl", [{"text": "first"}, *rows]), ["text"]).values()]
+    after = [*read_table(write_rows(folder / "b.jsonl", [{"text": "first"}, *more]), ["text"]).values()]
     assert len({row["text"] for row in after} ^ {row["text"] for row in before}) <= 1
     assert len(after) - len(before) in (0, 1)
 

@@ -16,12 +16,12 @@ from dpfunc._utils.validation import fail, integer
 from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
-from dpfunc.evidence._neighbours import Init, Step
 from dpfunc.evidence._noise_seen import seen_noise
 from dpfunc.evidence._one_run import Audit, largest_bound
 from dpfunc.evidence._one_run import audit as bound
-from dpfunc.evidence._watch import Tape, WatchedNoise, WatchedSampler, settings_of
 from dpfunc.evidence.canaries import Canaries, behind, coins
+from dpfunc.evidence.neighbours import Init, Step
+from dpfunc.evidence.watch import Tape, WatchedNoise, WatchedSampler, settings_of
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fold_in
 from dpfunc.state import StepState
@@ -50,11 +50,13 @@ class Planted:
             self.present = coins(self.count, self.key)
 
     def draw(self, params: Params) -> None:
+        """Draw canaries of the form of these parameters, unless records are the canaries."""
         if self.records is None:
             self.canaries = Canaries.draw(params, self.count, self.key)
             self.present = self.canaries.present
 
     def verdict(self, plan: Plan, score: Score) -> Audit:
+        """The audit of all releases that were read: its claim is what their steps cost by the plan."""
         if not self.reads:
             raise InvalidArgument("Expected a loop that calls its dp_step, got one that took no step.")
         reads = torch.stack(self.reads)

@@ -30,8 +30,8 @@ from dpfunc._utils.processes import digest
 from dpfunc._utils.validation import integer, refuse, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning
-from dpfunc.evidence._result import replay_values
-from dpfunc.evidence._watch import Tape, WatchedStep, described, watched
+from dpfunc.evidence.result import replay_values
+from dpfunc.evidence.watch import Tape, WatchedStep, described, watched
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, cpu_seeds, fold_in, insecure_key
 from dpfunc.step import DPStep
@@ -274,7 +274,16 @@ def _names(code: CodeType) -> set[str]:
 
 
 def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool = True) -> Replay:
-    """The `replay` of a loop on a pytree or `Rows`; neighbours lack records if `removed`, else have others instead."""
+    """The `replay` of a loop that notes its own runs, as the Trainer of a job does.
+
+    Args:
+        loop: `(data, steps, tape)`: one whole run, whose plan is `watched_plan(plan, tape)`, and whose steps are of
+            `WatchedStep`. data: a pytree of tensors, or `Rows`. steps, candidates: as for `replay`.
+        removed: neighbours lack records; else they have others instead.
+
+    Returns, Raises, Guarantees:
+        As `replay`, and tests/train/test_evidence.py::test_an_honest_job_holds_and_is_the_recorded_one.
+    """
     first = Tape()
     loop(data, steps, first)
     again = Tape(forced=first)

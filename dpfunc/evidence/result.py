@@ -55,6 +55,7 @@ def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, An
 
 
 def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
+    """The values of an audit of so many steps; it holds if the claim is not refuted."""
     return _values_of(AUDIT, source, plan, {
         **dataclasses.asdict(found), "best": found.best._asdict(), "holds": not found.exceeds, "steps": steps, **about,
     })  # fmt: skip

@@ -34,6 +34,8 @@ _IGNORED = -100  # a label without a loss
 
 @dataclass(frozen=True)
 class Release:
+    """What a step of a run gave away, and what it was made of. UNRELEASED: the sums have no noise."""
+
     clipped: ClippedSum
     facts: Mapping[str, object]  # that must not depend on records
     values: dict[str, Tensor]
@@ -152,16 +154,28 @@ class WatchedStep(DPStep):
 
 
 def watched(dp_step: DPStep, tape: Tape) -> WatchedStep:
+    """The same step, whose batches, sums and releases are noted on a tape; it has no budget and no journal."""
     plan = replace(watched_plan(dp_step.plan, tape), epsilon=None)  # a budget costs time to check
     return WatchedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, tape=tape)
 
 
 def watched_plan(plan: Plan, tape: Tape) -> Plan:
-    """The same plan, by its repr, whose draws and noise are those of a tape."""
+    """The same plan, by its repr, whose draws and noise are those of a tape.
+
+    Args:
+        plan: of a run. tape: record of one run of the loop; a tape with `forced` gives the releases of that run again.
+
+    Returns:
+        A plan whose noise and sampler write to the tape. What is written is UNRELEASED.
+
+    Guarantees:
+        tests/evidence/test_neighbours.py::test_loops_that_hold.
+    """
     return replace(plan, sampler=WatchedSampler(plan.sampler, tape), noise=WatchedNoise(plan.noise, tape))
 
 
 def settings_of(dp_step: DPStep) -> dict[str, Any]:
+    """The arguments of a step, to make one of another class with the same ones: nothing private is among them."""
     return {each.name: getattr(dp_step, each.name) for each in fields(DPStep) if each.name != "_calls"}
 
 
