@@ -13,7 +13,7 @@ from reference import loop_clipped_sum
 
 from dpfunc import clipping
 from dpfunc.batches import check_finite
-from dpfunc.clipped import clipped_grad
+from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.clipping.rules import SLACK, group_bounds, partition
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
@@ -27,8 +27,13 @@ scales = st.sampled_from([1e-18, 1e-6, 1e-2, 1.0, 1e3, 1e12])
 UNEQUAL = {"body": 0.3, "head": 2.0}
 
 
+PREPARED = {}
+
+
 def clipped_sum(rule, rows_BP, dtype=torch.float32, **options):
-    return clipped_grad(linear_loss, params(dtype), as_batch(rows_BP), rule, **options)[0]
+    """By one computation a rule, as in a run: its preparation takes three times as long as a sum."""
+    prepared = PREPARED.setdefault((repr(rule), dtype, *options.items()), make_clipped_grad(linear_loss, rule, **options))
+    return prepared(params(dtype), as_batch(rows_BP))[0]
 
 
 def rule_of(rule_name, grouping, bound=1.0):
