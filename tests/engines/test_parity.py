@@ -29,6 +29,7 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 models = pytest.mark.parametrize("name", CASES)
 
 
+@cache
 def case_of(name, dtype=torch.float64, device="cpu"):
     return build(name, dtype=dtype, device=device) if name in CASES else language.build(*name.split(", "), dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from models import Case
@@ -91,11 +93,28 @@ def made(layer, options, dtype=torch.float64, **further):
         return model.to(dtype)
 
 
+@cache
+def loss_and_params(name, dtype=torch.float64, start=False, packed=None):
+    forward, params = functionalize(made(*LAYERS[name], dtype, start=start, packed=packed))
+    return loss_of(forward), params
+
+
+@cache
+def case_and_truth(name, *batch, **further):
+    """All batches of a model have one loss, as in a run."""
+    case = Case(*loss_and_params(name, **further), batch_of(*batch))
+    return case, truth_of(case)
+
+
+def agrees(engine, case, truth):
+    found = differences(engine, case, truth)
+    tolerance = TOLERANCE[next(iter(case.params.values())).dtype]
+    assert not {what: value for what, value in found.items() if not value < tolerance}, len(truth.losses_B)
+
+
 def check(engine, forward, params, batch):
     case = Case(loss_of(forward), params, batch)
-    found = differences(engine, case, truth_of(case))
-    tolerance = TOLERANCE[next(iter(params.values())).dtype]
-    assert not {what: value for what, value in found.items() if not value < tolerance}, len(batch[0])
+    agrees(engine, case, truth_of(case))
 
 
 @every_layer
@@ -103,23 +122,23 @@ def check(engine, forward, params, batch):
 @pytest.mark.parametrize("engine", ["loop", "auto", "vmap"])
 def test_classifiers_equal_the_loop(engine, start, name):
     """Four samples of four words among them; one engine for batches of other sizes and lengths."""
-    run, (forward, params) = ENGINES[engine](), functionalize(made(*LAYERS[name], start=start))
+    run = ENGINES[engine]()
     for size, length in ((3, LENGTH), (4, LENGTH)) if start else ((1, LENGTH), (4, LENGTH), (2, 1), (5, 7)):
-        check(run, forward, params, batch_of(size, length))
-    assert not without_gradient(truth_of(Case(loss_of(forward), params, batch_of(5))))
-    check(run, *functionalize(made(*LAYERS[name], dtype=torch.float32, start=start)), batch_of(3))
+        agrees(run, *case_and_truth(name, size, length, start=start))
+    assert not without_gradient(case_and_truth(name, 5, start=start)[1])
+    agrees(run, *case_and_truth(name, 3, dtype=torch.float32, start=start))
 
 
 @every_layer
 @fast
 def test_packed_sequences(engine, name):
     """The rows of others must not be credited to the wrong sample, in whatever order they come."""
-    run, (forward, params) = ENGINES[engine](), functionalize(made(*LAYERS[name], start=True, packed="in any order"))
+    run = ENGINES[engine]()
     for lengths in ((4, 4, 2), (2, 4, 3), (1, 3, 4, 2), (3, 2, 1, 1, 1)):
-        batch = batch_of(len(lengths), 5, lengths)
-        check(run, forward, params, batch)
-        assert not without_gradient(truth_of(Case(loss_of(forward), params, batch)))
-    check(run, *functionalize(made(*LAYERS[name], packed="sorted")), batch_of(4, 5, (5, 3, 2, 1)))
+        case, truth = case_and_truth(name, len(lengths), 5, lengths, start=True, packed="in any order")
+        agrees(run, case, truth)
+        assert not without_gradient(truth)
+    agrees(run, *case_and_truth(name, 4, 5, (5, 3, 2, 1), packed="sorted"))
 
 
 @pytest.mark.parametrize("trainable", [r"bias_hh", r"weight_ih", r"weight_hh_l1_reverse|bias_ih_l0$", r"embed|head"])
