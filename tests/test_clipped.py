@@ -32,7 +32,9 @@ PREPARED = {}
 
 def clipped_sum(rule, rows_BP, dtype=torch.float32, **options):
     """By one computation a rule, as in a run: its preparation takes three times as long as a sum."""
-    prepared = PREPARED.setdefault((repr(rule), dtype, *options.items()), make_clipped_grad(linear_loss, rule, **options))
+    prepared = PREPARED.setdefault(
+        (repr(rule), dtype, *options.items()), make_clipped_grad(linear_loss, rule, **options)
+    )
     return prepared(params(dtype), as_batch(rows_BP))[0]
 
 
