@@ -158,10 +158,13 @@ def refuse_callbacks(callbacks: Sequence[Any]) -> None:
     for callback in own_callbacks(callbacks):
         for event in _EVENTS:
             names = (*_GIVEN, _MORE[event]) if event in _MORE else _GIVEN
-            takes = f"{type(callback).__name__}.{event} to take what the Trainer gives"
-            advice = f"Write it as {event}(self, args, state, control, **kwargs)."
-            with tried(takes, advice, failures=(TypeError,)):
+            try:
                 signature(getattr(callback, event)).bind("args", "state", "control", **dict.fromkeys(names))
+            except TypeError as error:
+                raise InvalidArgument(
+                    f"Expected {type(callback).__name__}.{event} to take what the Trainer gives: {error}. Write it as "
+                    f"{event}(self, args, state, control, **kwargs). {NOTHING_SPENT}"
+                ) from error
 
 
 @contextmanager

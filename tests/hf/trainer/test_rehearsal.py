@@ -219,6 +219,11 @@ def test_a_metric_that_needs_more_records_is_warned_of(tmp_path, caplog):
     trainer.train()
     assert trainer.evaluate()["eval_many"] == 1.0
     assert "ValueError: Expected more records., for 16 records" in caplog.text
+    caplog.clear()
+    trainer.eval_dataset = {"many": ended(), "few": ended(3)}
+    trainer.rehearse()
+    for count in (16, 3):  # of each data set
+        assert f"Expected more records., for {count} records" in caplog.text
 
 
 def test_a_rehearsal_changes_no_bit_of_the_run(tmp_path):
