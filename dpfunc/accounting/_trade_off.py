@@ -74,7 +74,7 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
 
     def excess(log_delta: float) -> float:
         found = min(_epsilon(ledger, math.exp(log_delta)), 1e9)
-        return found - target if found > 0 else -1.0  # not 0 where all epsilons are 0: roots would be slow
+        return found - target if found > 0 else -math.inf  # halves the range: 0 says nothing about how far the root is
 
     high, low = -1e-12, -3.0
     if excess(high) > 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from models import Case
@@ -224,14 +226,19 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
+@cache
+def case_and_truth(name):
+    case = Case(lambda p, b: squares(TRANSFORMS[name](p, b["y"])), params(), BATCH)
+    return case, truth_of(case)
+
+
 # torch says so of each tensor that a trace holds
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
 @every
 def test_transforms_inside_of_a_loss(engine, name):
     """A tensor of a level that has ended within the call is the row's own."""
-    case = Case(lambda p, b: squares(TRANSFORMS[name](p, b["y"])), params(), BATCH)
-    assert all(value < 1e-10 for value in differences(ENGINES[engine](), case, truth_of(case)).values())
+    assert all(value < 1e-10 for value in differences(ENGINES[engine](), *case_and_truth(name)).values())
 
 
 @pytest.mark.parametrize("transform", [func.grad, func.vmap])
