@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import nested_numpify
 
 from dpfunc import distributed
 from dpfunc._utils.validation import refuse
+from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import evaluating, quantised_layers
 from dpfunc.hf.trainer._data import evaluated
@@ -64,12 +65,15 @@ def rehearse_gradients(trainer: Any) -> None:
     trainer.model.train(training)
 
 
-def rehearse_after_gradients(trainer: Any, limit: int, written: Path | None = None, *, callbacks: bool = False) -> None:
+def rehearse_after_gradients(
+    trainer: Any, limit: int, written: Path | None = None, *, ranks: Ranks | None = None, callbacks: bool = False
+) -> None:
     """Try what a run does besides private steps: weights are read back, records evaluated, the optimizer steps.
 
     Args:
         trainer: is what it was, after it. limit: steps of the run. written: a checkpoint of it; None saves the weights
-            into a folder that is removed. callbacks: tell them, too.
+            into a folder that is removed. ranks: processes that are all here, of which one reads the weights back;
+            None: this one, also where there are others. callbacks: tell them, too.
     """
     params = trainable(trainer.model)
 
@@ -81,7 +85,7 @@ def rehearse_after_gradients(trainer: Any, limit: int, written: Path | None = No
                     trainer._save(folder)
             trainer._warn(check_read_back(trainer, written or Path(folder), saved))
 
-    distributed.once(trainer._ranks, read_back)
+    distributed.once(ranks, read_back)
     metrics = _rehearse_evaluation(trainer)
     with put_back(trainer, params):
         if trainer.lr_scheduler is None:

@@ -540,7 +540,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from
             written = self._folder / f"checkpoint-{self.state.global_step}"
         if self._division is None:
-            rehearse_after_gradients(self, run.start.limit, written)
+            rehearse_after_gradients(self, run.start.limit, written, ranks=self._ranks)
 
     def _saves_states(self) -> bool:
         return self.args.save_strategy != "no" and not self.args.save_only_model

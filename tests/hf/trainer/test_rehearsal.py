@@ -4,8 +4,10 @@ that are not read back."""
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +241,14 @@ def test_a_rehearsal_changes_no_bit_of_the_run(tmp_path):
         assert not any("eval_loss" in line for line in trainer.state.log_history)
         found.append(trained(trainer.model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_rehearsal_that_is_asked_for_waits_for_no_other_process(tmp_path, monkeypatch):
+    """A dry run of the command does it on the one that writes, and the others have ended."""
+    trainer = trainer_of(tmp_path, classifier(), ended(), data_collator=padded)
+    monkeypatch.setattr(sys.modules[DPTrainer.__module__], "rehearse_gradients", lambda trainer: None)
+    trainer._ranks = SimpleNamespace(writes=True)  # which cannot communicate
+    trainer.rehearse()
 
 
 LORA = ("LoraConfig", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True})
