@@ -97,7 +97,7 @@ def test_padding_changes_no_distribution(here):
         input_ids=torch.tensor([[1, *ids[0]]]), attention_mask=torch.ones(1, 4, dtype=torch.long), do_sample=False,
         max_new_tokens=3, pad_token_id=0,
     )[0, 4:]  # fmt: skip
-    how = Sampling(2, max_new_tokens=3, temperature=1e-4)
+    how = Sampling(2, max_new_tokens=3, temperature=1e-6)  # likely words of a topic differ by little
     texts = [row["text"] for row in sample(writer, ({"prompt": short}, {"prompt": long}), how)]
     assert texts[0] == writer.tokenizer.decode(alone, skip_special_tokens=True)
 
