@@ -97,11 +97,20 @@ def _lstm_cell(x_BG: Tensor, own_BG: Tensor, hx: Sequence[Tensor]) -> tuple[Tens
     return o.sigmoid() * c_BH.tanh(), c_BH
 
 
-def _gru_cell(x_BG: Tensor, own_BG: Tensor, hx: Tensor) -> Tensor:
+def gru_step(x_BG: Tensor, own_BG: Tensor, hx: Tensor) -> Tensor:
+    """The state after a step of a GRU, from the shares of the input and of the state, and the state before."""
     r, z, n = x_BG.chunk(3, 1)
     own_r, own_z, own_n = own_BG.chunk(3, 1)
     n = (n + (r + own_r).sigmoid() * own_n).tanh()
     return n + (z + own_z).sigmoid() * (hx - n)
+
+
+def tanh_step(x_BH: Tensor, own_BH: Tensor, hx: Tensor) -> Tensor:
+    return torch.tanh(x_BH + own_BH)
+
+
+def relu_step(x_BH: Tensor, own_BH: Tensor, hx: Tensor) -> Tensor:
+    return torch.relu(x_BH + own_BH)
 
 
 def _whole(*args: Any, options: Any = None, **kwargs: Any) -> Any:
@@ -113,8 +122,8 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: without_dispatch(F.multi_head_attention_forward),
     F.embedding_bag: _embedding_bag,
     torch.lstm_cell: _cell(_lstm_cell),
-    torch.gru_cell: _cell(_gru_cell),
-    torch.rnn_tanh_cell: _cell(lambda x_BH, own_BH, hx: torch.tanh(x_BH + own_BH)),
-    torch.rnn_relu_cell: _cell(lambda x_BH, own_BH, hx: torch.relu(x_BH + own_BH)),
+    torch.gru_cell: _cell(gru_step),
+    torch.rnn_tanh_cell: _cell(tanh_step),
+    torch.rnn_relu_cell: _cell(relu_step),
     **({F.linear_cross_entropy: _whole} if hasattr(F, "linear_cross_entropy") else {}),
 }

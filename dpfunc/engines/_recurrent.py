@@ -4,8 +4,7 @@ May import: its folder, batches, rng and below. Trusted: yes.
 
 A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates,
 so that a rule sees each matrix once. Packed sequences are those of one row, as long as it says.
-Axis letters: T steps, B samples, d features, H state, P output (H, or narrower), G gates times H, L layers times
-directions.
+Axis letters: T steps, B samples, d features, H state, G gates times H, L layers times directions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines._book_keeping import credit_use
+from dpfunc.engines._composite import gru_step, relu_step, tanh_step
 from dpfunc.engines._levels import Handler, Node, OutsideTransforms, Pass, apply_node, inside, of_rows
 from dpfunc.engines._native import ANCHOR, Kernel, Native, Results
 from dpfunc.engines._numerics import exact
@@ -25,22 +25,20 @@ from dpfunc.engines._rules import RULES
 
 
 class Weights(NamedTuple):
-    """Weights of one layer in one direction; `proj` makes an LSTM's output narrower than its cell."""
+    """Weights of one layer in one direction."""
 
     inputs: Tensor
     state: Tensor
     inputs_bias: Tensor | None = None
     state_bias: Tensor | None = None
-    proj: Tensor | None = None
 
 
 class _Walked(NamedTuple):
-    """The states of a layer and what its walk back needs."""
+    """The states of a layer and what its walk back needs; the last cell of an LSTM."""
 
-    states_TBP: Tensor
-    kept: tuple[Tensor, ...] = ()
+    states_TBH: Tensor
+    kept: tuple[Tensor, ...]
     cell_BH: Tensor | None = None
-    inner_TBH: Tensor | None = None
 
 
 class _Gradients(NamedTuple):
@@ -49,7 +47,6 @@ class _Gradients(NamedTuple):
     inputs_TBG: Tensor
     states_TBG: Tensor
     firsts: Sequence[Tensor]
-    outputs_TBP: Tensor | None = None
 
 
 def _begin(first_B: Tensor, length: int) -> Tensor:
@@ -59,12 +56,11 @@ def _begin(first_B: Tensor, length: int) -> Tensor:
     return states_TB
 
 
-def _lstm(gates_TBG: Tensor, weights: Weights, h_BP: Tensor, c_BH: Tensor) -> _Walked:
+def _lstm(gates_TBG: Tensor, weights: Weights, h_BH: Tensor, c_BH: Tensor) -> _Walked:
     """`c = f c + i g`, `h = o tanh(c)`, from the share of the inputs, which is overwritten with the gates."""
-    states_TBP, cells_TBH = _begin(h_BP, len(gates_TBG)), _begin(c_BH, len(gates_TBG))
+    states_TBH, cells_TBH = _begin(h_BH, len(gates_TBG)), _begin(c_BH, len(gates_TBG))
     tanh_TBH = torch.empty_like(cells_TBH[1:])
-    inner_TBH = states_TBP[1:] if weights.proj is None else torch.empty_like(tanh_TBH)
-    h, c, tanh, inner, gates = (value.unbind(0) for value in (states_TBP, cells_TBH, tanh_TBH, inner_TBH, gates_TBG))
+    h, c, tanh, gates = (value.unbind(0) for value in (states_TBH, cells_TBH, tanh_TBH, gates_TBG))
     i, f, g, o = (gate.unbind(0) for gate in gates_TBG.chunk(4, 2))
     i_and_f, matrix = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0), weights.state.T
     for t in range(len(gates)):
@@ -72,13 +68,11 @@ def _lstm(gates_TBG: Tensor, weights: Weights, h_BP: Tensor, c_BH: Tensor) -> _W
         i_and_f[t].sigmoid_()
         o[t].sigmoid_()
         torch.mul(i[t], g[t].tanh_(), out=c[t + 1]).addcmul_(f[t], c[t])
-        torch.mul(o[t], torch.tanh(c[t + 1], out=tanh[t]), out=inner[t])
-        if weights.proj is not None:
-            torch.mm(inner[t], weights.proj.T, out=h[t + 1])
-    return _Walked(states_TBP, (gates_TBG, cells_TBH, tanh_TBH), c[-1], inner_TBH)
+        torch.mul(o[t], torch.tanh(c[t + 1], out=tanh[t]), out=h[t + 1])
+    return _Walked(states_TBH, (gates_TBG, cells_TBH, tanh_TBH), c[-1])
 
 
-def _lstm_back(walked: Sequence[Tensor], weights: Weights, grad_TBP: Tensor, grad_BH: Tensor) -> _Gradients:
+def _lstm_back(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor, grad_BH: Tensor) -> _Gradients:
     _, gates_TBG, cells_TBH, tanh_TBH = walked
     i, f, g, o = gates_TBG.chunk(4, 2)
     shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
@@ -87,91 +81,56 @@ def _lstm_back(walked: Sequence[Tensor], weights: Weights, grad_TBP: Tensor, gra
     torch.addcmul(i, i, g * g, value=-1, out=shares_TB4H[:, :, 2])
     shares_TB4H[:, :, 3].mul_(tanh_TBH)
     to_cell_TBH = torch.addcmul(o, o * tanh_TBH, tanh_TBH, value=-1)
-    shares_TBG, outs_TBP = shares_TB4H.flatten(2), torch.empty_like(grad_TBP)
-    grads, keeps, to_cells, outs, gates = (
-        value.unbind(0) for value in (grad_TBP, f, to_cell_TBH, outs_TBP, shares_TBG)
-    )
+    shares_TBG = shares_TB4H.flatten(2)
+    grads, keeps, to_cells, gates = (value.unbind(0) for value in (grad_TBH, f, to_cell_TBH, shares_TBG))
     of_cells, of_outputs = shares_TB4H[:, :, :3].unbind(0), shares_TB4H[:, :, 3].unbind(0)
-    dh_BP, dc_BH = torch.zeros_like(grads[0]), grad_BH
+    dh_BH, dc_BH = torch.zeros_like(grads[0]), grad_BH
     for t in reversed(range(len(grads))):
-        dm_BH = torch.add(dh_BP, grads[t], out=outs[t])
-        if weights.proj is not None:
-            dm_BH = dm_BH @ weights.proj
-        dc_BH = torch.addcmul(dc_BH, dm_BH, to_cells[t])
+        dh_BH = dh_BH + grads[t]
+        dc_BH = torch.addcmul(dc_BH, dh_BH, to_cells[t])
         of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
-        of_outputs[t].mul_(dm_BH)
-        dh_BP = gates[t] @ weights.state
+        of_outputs[t].mul_(dh_BH)
+        dh_BH = gates[t] @ weights.state
         dc_BH = dc_BH * keeps[t]
-    return _Gradients(shares_TBG, shares_TBG, (dh_BP, dc_BH), outs_TBP)
+    return _Gradients(shares_TBG, shares_TBG, (dh_BH, dc_BH))
 
 
-def _gru(gates_TBG: Tensor, weights: Weights, h_BH: Tensor) -> _Walked:
-    """`h = n + z (h - n)`, `n = tanh(x_n + r (W h)_n)`."""
-    states_TBH, own_TBG, size = _begin(h_BH, len(gates_TBG)), torch.empty_like(gates_TBG), h_BH.shape[1]
-    if weights.state_bias is not None:
-        own_TBG.copy_(weights.state_bias)
-    else:
-        own_TBG.zero_()
-    h, own, own_n = (value.unbind(0) for value in (states_TBH, own_TBG, own_TBG[..., 2 * size :]))
-    own_r_and_z = own_TBG[..., : 2 * size].unbind(0)
-    r, z, n = (gate.unbind(0) for gate in gates_TBG.chunk(3, 2))
-    r_and_z, matrix = gates_TBG[..., : 2 * size].unbind(0), weights.state.T
-    for t in range(len(own)):
-        own[t].addmm_(h[t], matrix)
-        r_and_z[t].add_(own_r_and_z[t]).sigmoid_()
-        torch.lerp(n[t].addcmul_(r[t], own_n[t]).tanh_(), h[t], z[t], out=h[t + 1])
-    return _Walked(states_TBH, (gates_TBG, own_TBG[..., 2 * size :]))
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The state after a step, from the shares of the input and of the state, and the state before."""
 
 
-def _gru_back(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor) -> _Gradients:
-    states_TBH, gates_TBG, own_TBH = walked
-    r, z, n = gates_TBG.chunk(3, 2)
-    new_TBH = (1 - z) * (1 - n * n)
-    shares_TB3H = torch.stack([new_TBH * own_TBH * r * (1 - r), (states_TBH[:-1] - n) * z * (1 - z), new_TBH * r], 2)
-    all_TBH = torch.empty_like(grad_TBH)
-    own_TBG = shares_TB3H.flatten(2)
-    grads, keeps, slopes, own, each = (value.unbind(0) for value in (grad_TBH, z, shares_TB3H, own_TBG, all_TBH))
-    dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(range(len(grads))):
-        torch.add(dh_BH, grads[t], out=each[t])
-        slopes[t].mul_(each[t][:, None])  # slopes become gradients
-        dh_BH = torch.addmm(each[t] * keeps[t], own[t], weights.state)
-    return _Gradients(torch.cat([own_TBG[..., : 2 * dh_BH.shape[1]], all_TBH * new_TBH], 2), own_TBG, (dh_BH,))
+def _by_steps(step: Step, gates_TBG: Tensor, weights: Weights, first_BH: Tensor) -> _Walked:
+    """A layer step by step, with a graph of torch for the walk back."""
+    with torch.enable_grad():
+        shares_TBG, state = gates_TBG.detach().requires_grad_(), first_BH.detach().requires_grad_()
+        own, states = list[Tensor](), [state]
+        for share in shares_TBG.unbind(0):
+            own.append(F.linear(states[-1], weights.state, weights.state_bias))
+            states.append(step(share, own[-1], states[-1]))
+    return _Walked(torch.stack(states).detach(), (shares_TBG, *states, *own))
 
 
-def _rnn(activate_: Callable[[Tensor], Tensor], gates_TBH: Tensor, weights: Weights, h_BH: Tensor) -> _Walked:
-    """`h = activation(x + W h)`: the slope of the activation follows from its result."""
-    states_TBH = _begin(h_BH, len(gates_TBH))
-    h, gates, matrix = states_TBH.unbind(0), gates_TBH.unbind(0), weights.state.T
-    for t in range(len(gates)):
-        activate_(torch.addmm(gates[t], h[t], matrix, out=h[t + 1]))
-    return _Walked(states_TBH)
-
-
-def _rnn_back(
-    slope: Callable[[Tensor], Tensor], walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor
-) -> _Gradients:
-    shares_TBH = slope(walked[0][1:])
-    grads, shares = grad_TBH.unbind(0), shares_TBH.unbind(0)
-    dh_BH = torch.zeros_like(grads[0])
-    for t in reversed(range(len(grads))):
-        dh_BH = shares[t].mul_(dh_BH + grads[t]) @ weights.state  # slopes become gradients
-    return _Gradients(shares_TBH, shares_TBH, (dh_BH,))
+def _by_graph(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor) -> _Gradients:
+    length = len(grad_TBH)
+    shares_TBG, first, *after = walked[1:]
+    states, own = after[:length], after[length:]
+    of_shares, of_first, *of_own = torch.autograd.grad(states, (shares_TBG, first, *own), grad_TBH.unbind(0))
+    return _Gradients(of_shares, torch.stack(of_own), (of_first,))
 
 
 class Kind(NamedTuple):
-    """A kind of recurrent layer: the walk through time, and the walk back."""
+    """A kind of recurrent layer: the walk through time, and the walk back; and whether its biases add up."""
 
     walk: Callable[..., _Walked]
-    back: Callable[..., _Gradients]
-    adds: bool = True
+    back: Callable[..., _Gradients] = _by_graph
+    adds: bool = False
 
 
 KINDS: Mapping[Callable[..., Any], Kind] = {
-    torch.lstm: Kind(_lstm, _lstm_back),
-    torch.gru: Kind(_gru, _gru_back, adds=False),
-    torch.rnn_tanh: Kind(partial(_rnn, torch.tanh_), partial(_rnn_back, lambda h: 1 - h * h)),
-    torch.rnn_relu: Kind(partial(_rnn, torch.relu_), partial(_rnn_back, lambda h: (h > 0).to(h.dtype))),
+    torch.lstm: Kind(_lstm, _lstm_back, adds=True),
+    torch.gru: Kind(partial(_by_steps, gru_step)),
+    torch.rnn_tanh: Kind(partial(_by_steps, tanh_step)),
+    torch.rnn_relu: Kind(partial(_by_steps, relu_step)),
 }
 
 
@@ -181,7 +140,7 @@ Credit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 
 
 class _Direction(Node):
-    """A layer in one direction: outputs (T, B, P) and, for an LSTM, the last cell (B, H)."""
+    """A layer in one direction: outputs (T, B, H) and, for an LSTM, the last cell (B, H)."""
 
     @staticmethod
     def forward(
@@ -195,8 +154,8 @@ class _Direction(Node):
             own = _like(weights, gates_TBG.dtype)
             with torch.autocast(x_TBd.device.type, enabled=False):
                 walked = kind.walk(gates_TBG, own, *(first.to(gates_TBG.dtype) for first in firsts))
-        kept += (x_TBd, walked.inner_TBH, walked.states_TBP, *walked.kept)
-        results = (walked.states_TBP[1:], walked.cell_BH)
+        kept += (x_TBd, walked.states_TBH, *walked.kept)
+        results = (walked.states_TBH[1:], walked.cell_BH)
         return tuple(result.clone() for result in results if result is not None)  # the loss may write into them
 
     @staticmethod
@@ -208,14 +167,12 @@ class _Direction(Node):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Walk back through time; modes are off, since they would take longer than the operations."""
-        (kind, weights, credit), (x_TBd, inner_TBH, *walked) = ctx.around, ctx.saved_tensors
+        (kind, weights, credit), (x_TBd, *walked) = ctx.around, ctx.saved_tensors
         with torch._C.DisableTorchFunction(), torch.autocast(x_TBd.device.type, enabled=False):
             own = _like(weights, grads[0].dtype)
             found = kind.back(walked, own, *grads)
             credit(x_TBd, weights.inputs, weights.inputs_bias, found.inputs_TBG)
             credit(walked[0][:-1], weights.state, weights.state_bias, found.states_TBG)
-            if weights.proj is not None:
-                credit(inner_TBH, weights.proj, None, found.outputs_TBP)
             x_grad = (found.inputs_TBG @ own.inputs).to(x_TBd.dtype) if ctx.needs_input_grad[5] else None
         return None, None, None, None, None, x_grad, *found.firsts
 
@@ -229,7 +186,7 @@ def layers(
     kind: Kind, credit: Credit, x_TBd: Tensor, states: Sequence[Tensor], params: Sequence[Tensor],
     has_biases: bool, num_layers: int, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """A recurrent function of torch on (T, B, d): outputs (T, B, P), then the last states (L, B, H)."""
+    """A recurrent function of torch on (T, B, d): outputs (T, B, H), then the last states (L, B, H)."""
     directions = 2 if bidirectional else 1
     each, no_biases = len(params) // (num_layers * directions), () if has_biases else (None, None)
     lasts = []
@@ -345,12 +302,18 @@ def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> 
 
 
 def _is_walked(bound: Mapping[str, Any], axis: int, states: Sequence[Tensor]) -> bool:
-    """True for a batch of one that is not packed, without dropout, with states of all layers."""
+    """True for a batch of one that is not packed, without dropout and projections, with states of all layers."""
     given = bound["input"]
     if "batch_sizes" in bound or of_rows(given) is None or (bound["train"] and bound["dropout"]):
         return False
     length = bound["num_layers"] * (1 + bound["bidirectional"])
-    return given.ndim == 3 and given.shape[axis] == 1 and all(s.ndim == 3 and len(s) == length for s in states)
+    sizes = {state.shape[-1] for state in states}  # an LSTM with projections has two
+    return (
+        given.ndim == 3
+        and given.shape[axis] == 1
+        and len(sizes) == 1
+        and all(s.ndim == 3 and len(s) == length for s in states)
+    )
 
 
 def _plain_weights(owner: Pass, params: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, str]] | None:
