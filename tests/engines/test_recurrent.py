@@ -232,10 +232,14 @@ def test_gates_that_are_closed():
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["", "dropout"])
 @pytest.mark.parametrize("packed", [None, "in any order"])
-def test_matrices_go_to_their_rule(packed, options):
-    forward, params = functionalize(made(nn.LSTM, {"batch_first": True, **options}, packed=packed).train())
+@every_layer
+def test_matrices_go_to_their_rule(name, packed, options):
+    """All but those of layers with projections, which vmap and grad compute."""
+    layer, own = LAYERS[name]
+    forward, params = functionalize(made(layer, {**own, **options}, packed=packed).train())
     uses = engines.explain(loss_of(forward), params, batch_of(3)).uses
-    assert {use.op for use in uses if use.parameter.startswith("layer.")} == {"linear"}
+    ways = {use.op for use in uses if use.parameter.startswith("layer.")}
+    assert ways == {"vmap(grad)" if "proj_size" in own else "linear"}
 
 
 @fast
