@@ -49,6 +49,17 @@ def is_dtensor(tensor: object) -> TypeGuard["DTensor"]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def fsdp_class(name: str) -> type | None:
+    """Class of torch.distributed.fsdp, if that was imported."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+
+
+def any_fully_sharded(parts: Iterable[object]) -> bool:
+    """True if `fully_shard` was called on one of these parts of a module."""
+    kind = fsdp_class("FSDPModule")
+    return kind is not None and any(isinstance(part, kind) for part in parts)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Part of a tensor that this process holds, without history; a tensor that is no DTensor is returned itself."""
     if not is_dtensor(tensor):

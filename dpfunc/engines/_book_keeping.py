@@ -23,7 +23,7 @@ from dpfunc.engines._rules.table import MATMULS, Bound, Form, ParameterUse, Rule
 
 def credit_use(owner: Pass, use: ParameterUse, grad: Tensor, tensors: Mapping[str, Any]) -> None:
     """Credit the per-sample gradients of a use to its parameters, formed or as factors."""
-    owner.noted.append(use)
+    owner.credited.append(use)
     found = use.rule.grads(use, grad, **{**use.options, **tensors})
     formed = use.choice.representation == "formed"
     late = formed and use.costs.numbers > use.costs.factors

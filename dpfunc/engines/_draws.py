@@ -206,17 +206,6 @@ def _attention(
     return _dropout(own, weights, dropout_p) @ value
 
 
-def _rrelu(
-    own: Draw, func: Callable[..., Any], input: Tensor,
-    lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False,
-) -> Any:  # fmt: skip
-    if not training:
-        return NotImplemented
-    slopes = _drawn(own, lambda like: torch.empty_like(like).uniform_(lower, upper), (input,), {})
-    kept = torch.where(input <= 0, slopes, torch.ones_like(slopes))
-    return input.mul_(kept) if inplace or func is torch.rrelu_ else input * kept
-
-
 def random_operation(
     as_row: Callable[[Tensor], Tensor], draws: OwnDraws,
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -236,8 +225,6 @@ def random_operation(
     if func is F.scaled_dot_product_attention:
         p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return _attention(own, *args, **kwargs) if p > 0 else NotImplemented
-    if func in _SLOPES:
-        return _rrelu(own, func, *args, **kwargs)
     if func in _FILLING:
         target: Tensor = args[0]
         fresh = _drawn(own, lambda like, *rest, **named: func(torch.empty_like(like), *rest, **named), args, kwargs)
@@ -249,5 +236,4 @@ def random_operation(
     return drawn + (shape - shape.detach()) * torch._standard_gamma_grad(shape.detach(), drawn)
 
 
-_SLOPES = frozenset((torch.rrelu, torch.rrelu_))
-RANDOM = frozenset((*_DROPOUTS, *_DRAWING, *_FILLING, *_SLOPES, F.scaled_dot_product_attention))
+RANDOM = frozenset((*_DROPOUTS, *_DRAWING, *_FILLING, F.scaled_dot_product_attention))

@@ -327,7 +327,7 @@ class Pass(TorchFunctionMode):
         self.rules, self.allowed = rules, allowed
         self._params = {id(leaf): (name, params[name]) for name, leaf in leaves.items()}
         self.anchor = over.leaf(_ANCHOR)
-        self.noted: list[ParameterUse] = []
+        self.credited: list[ParameterUse] = []
         self.by_row: dict[str, None] = {}
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None

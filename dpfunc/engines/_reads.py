@@ -204,19 +204,10 @@ def ctc_loss(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs:
 
 
 def solve(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Solve equations whose sides have the same batch axes; torch's rule for others mistakes rows for a batch axis."""
+    """Equations whose sides have other batch axes, row by row: torch's rule mistakes rows for a batch axis."""
     bound = dict(zip(("A", "B"), args, strict=False), **kwargs)
-    left, right = bound["A"], bound["B"]
-    if not (is_row(left) or is_row(right)) or (left.shape[:-2] == right.shape[:-2] and right.ndim > 1):
-        return NotImplemented
-    if func is not torch.linalg.solve or bound.keys() - {"A", "B", "left"}:
-        owner.stop(NeedsLoop(f"vmap cannot broadcast the sides of {func.__name__}"))
-    vector = right.ndim == 1 or right.shape == left.shape[:-1]
-    right = right.unsqueeze(-1) if vector else right
-    axes = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    left, right = left.expand(*axes, *left.shape[-2:]), right.expand(*axes, *right.shape[-2:])
-    found = func(left, right, left=bound.get("left", True))
-    return found.squeeze(-1) if vector else found
+    same = bound["A"].shape[:-2] == bound["B"].shape[:-2] and bound["B"].ndim > 1
+    return by_rows(owner, func, args, kwargs) if any_row((args, kwargs)) and not same else NotImplemented
 
 
 def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -163,7 +163,7 @@ class _RowPass(Pass):
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda leaf: stands.get(id(leaf), leaf), (tuple(args), dict(kwargs))
             )
-        if handlers is _FACT:
+        if handlers is _NO_HANDLERS:
             return func(*args, **kwargs)
         try:
             if open_modes() != self._modes:
@@ -375,15 +375,15 @@ def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return None if same and target.stride() == value.stride() else NotImplemented
 
 
-# Shapes, dtypes and the like: the same for all rows.
-_FACTS = (
+# Shapes, dtypes and the like, which are the same for all rows: these functions have no handlers.
+_METADATA = (
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "is_sparse", "is_nested")
     ),
     Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel,
 )  # fmt: skip
-_FACT: tuple[Handler, ...] = ()
+_NO_HANDLERS: tuple[Handler, ...] = ()
 
 
 def _as_it_is(mode: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -423,7 +423,7 @@ _OWN: Mapping[Any, Handler] = {
 def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     functions = {func for table in tables for func in table}
     found = {func: (*(table[func] for table in tables if func in table), _last(func)) for func in functions | _RIGHT}
-    return {**found, **dict.fromkeys(_FACTS, _FACT)}
+    return {**found, **dict.fromkeys(_METADATA, _NO_HANDLERS)}
 
 
 _WITH_RULES = _answered(_OWN, WITH_PARAMETERS, WITHOUT_PARAMETERS, READS)
@@ -463,7 +463,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], k
             losses_B = over.all_rows(losses_1)[:, 0].detach()
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
-    return Passed(losses_B, rest, params, mode.disagreed, mode.noted, aux, tuple(mode.by_row), mode.reads)
+    return Passed(losses_B, rest, params, mode.disagreed, mode.credited, aux, tuple(mode.by_row), mode.reads)
 
 
 def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:

@@ -3,32 +3,20 @@
 May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
 """
 
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
 
-from dpfunc._utils.processes import AllGather, is_dtensor, over_gloo
+from dpfunc._utils.processes import AllGather, fsdp_class, is_dtensor, over_gloo
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import UnsupportedModel
 
 
-def _fsdp(name: str) -> type | None:
-    """Class of torch.distributed.fsdp, if that was imported."""
-    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
-
-
-def is_among(parts: Iterable[nn.Module]) -> bool:
-    """True if `fully_shard` was called on one of these parts."""
-    kind = _fsdp("FSDPModule")
-    return kind is not None and any(isinstance(part, kind) for part in parts)
-
-
 def fsdp_parts(module: nn.Module) -> dict[str, Any]:
     """The parts of a module that `fully_shard` was called on, by name."""
-    kind = _fsdp("FSDPModule")
+    kind = fsdp_class("FSDPModule")
     return {} if kind is None else {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
 
@@ -49,7 +37,7 @@ def managed(module: nn.Module) -> dict[str, Tensor]:
 def refuse_managed(module: nn.Module, trained: Collection[str]) -> None:
     """Refuse trained parameters that FSDP or DeepSpeed manage."""
     for name, part in module.named_modules():
-        kind, old, where = type(part), _fsdp("FullyShardedDataParallel"), name or "The module"
+        kind, old, where = type(part), fsdp_class("FullyShardedDataParallel"), name or "The module"
         refuse(
             (old is not None and isinstance(part, old), UnsupportedModel(
                 f"{where} is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters. Use torch."

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.processes import initialized, is_independent, local
+from dpfunc._utils.processes import any_fully_sharded, initialized, is_independent, local
 from dpfunc._utils.validation import apart, shorten, warn
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,
@@ -242,7 +242,7 @@ class Forward:
         if is_independent() and initialized():
             fsdp.refuse_communication(self.module)
         stack, parts = until_backward(), _all_parts(self.module)
-        if fsdp.is_among(parts):  # since it was functionalized
+        if any_fully_sharded(parts):  # since it was functionalized
             fsdp.refuse_swapped(self.module, (*self.shapes, *self.frozen))
         refuse_unsupported(self.module, parts, checkpointing=stack is not None)
         if stack is not None:  # until the backward pass is done, since checkpointing repeats parts of the forward pass
@@ -283,7 +283,7 @@ class Forward:
                 held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
                 swapped.append((held, name, held.get(name, _ABSENT)))
                 held[name] = tensor
-            with fsdp.recovered(self.module) if fsdp.is_among(parts) else nullcontext():
+            with fsdp.recovered(self.module) if any_fully_sharded(parts) else nullcontext():
                 yield
         finally:
             for place, (held, name, before) in zip(state, swapped, strict=False):
