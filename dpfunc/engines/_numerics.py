@@ -139,10 +139,7 @@ class Measured(NamedTuple):
 
 def one_after_another(found: Sequence[Measured]) -> Measured:
     """Norms that were measured in the same way, as one."""
-    if len(found) == 1:
-        return found[0]
-    norms, *further = zip(*found, strict=True)
-    return Measured(torch.cat(norms), *(None if values[0] is None else torch.cat(values) for values in further))
+    return Measured(*(_joined(found, name) for name in Measured._fields))
 
 
 def of_parts(norms_B: Tensor, reach_B: Tensor) -> Measured:

@@ -31,8 +31,6 @@ class Counts(Protocol):
 
     counting: bool
 
-    def note(self, changed: bool) -> None: ...
-
 
 class Credited(NamedTuple):
     """Gradients that an engine credited to the samples of a batch, whose rows are computed alone."""
@@ -114,7 +112,7 @@ def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[i
         before = python_state(rows.loss_fn) if watched else ()
         alone[row] = rows.alone(row)
         if compared:
-            audits.note(watched and is_changed(rows.loss_fn, before))
+            audits.counting |= watched and is_changed(rows.loss_fn, before)
             if audits.counting and number:
                 break
     return alone
