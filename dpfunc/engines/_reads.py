@@ -159,23 +159,14 @@ def where(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     """`torch.where(mask)` alone is `nonzero`."""
     if len(args) != 1 or kwargs or not is_row(args[0]):
         return NotImplemented
-    return tuple(by_rows(owner, Tensor.nonzero, args, {}, shapes_vary=True).unbind(1))
+    return by_rows(owner, func, args, kwargs, shapes_vary=True)
 
 
 def repeat_interleave(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Repeats that are numbers of a row: the positions are found first, and then selected, with a gradient."""
-    names = ("repeats",) if (len(args) == 1 and "repeats" not in kwargs) else ("input", "repeats", "dim")
-    bound = dict(zip(names, args, strict=False), **{n: v for n, v in kwargs.items() if n != "output_size"})
-    repeats = bound.get("repeats")
-    if not is_row(repeats):
-        return NotImplemented
-    if "input" not in bound:
-        return _of_varying_shape(owner, func, args, kwargs)
-    value, dim = bound["input"], bound.get("dim")
-    value, dim = (value.flatten(), 0) if dim is None else (value, dim)
-    if repeats.numel() == 1:
-        repeats = repeats.expand(value.shape[dim])
-    return value.index_select(dim, by_rows(owner, torch.repeat_interleave, (repeats,), {}, shapes_vary=True))
+    """Repeats that are numbers of a row."""
+    names = ("repeats",) if (len(args) == 1 and "repeats" not in kwargs) else ("input", "repeats")
+    bound = dict(zip(names, args, strict=False), **kwargs)
+    return by_rows(owner, func, args, kwargs, shapes_vary=True) if is_row(bound.get("repeats")) else NotImplemented
 
 
 def one_hot(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -208,18 +199,6 @@ def solve(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     bound = dict(zip(("A", "B"), args, strict=False), **kwargs)
     same = bound["A"].shape[:-2] == bound["B"].shape[:-2] and bound["B"].ndim > 1
     return by_rows(owner, func, args, kwargs) if any_row((args, kwargs)) and not same else NotImplemented
-
-
-def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A sparse tensor of numbers of a level as a dense one: torch has no sparse tensors at levels."""
-    bound = dict(zip(("indices", "values", "size"), args, strict=False), **kwargs)
-    values, size = bound["values"], bound.get("size")
-    if not isinstance(values, Tensor) or not (is_row(values) or values.requires_grad):
-        return NotImplemented
-    if size is None or bound.get("dtype") not in (None, values.dtype) or bound.get("requires_grad"):
-        return owner.stop(NeedsLoop("a sparse tensor has no given size, or is of another dtype"))
-    places = tuple(bound["indices"].long().unbind(0))
-    return values.new_zeros(tuple(size)).index_put(places, values, accumulate=True)
 
 
 def numbers(owner: Pass, given: Any) -> Any:
@@ -315,7 +294,6 @@ READS: dict[Any, Handler] = {
         _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
     ),
     torch.where: where,
-    torch.sparse_coo_tensor: sparse,
     torch._C._nn.one_hot: one_hot,
     torch.ctc_loss: ctc_loss,
     Tensor.__getitem__: getitem,
