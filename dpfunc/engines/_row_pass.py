@@ -135,10 +135,6 @@ class Rows:
         batch = take(self.batch, torch.tensor(places, device="cpu"))
         return replace(self, batch=batch, positions=[self.positions[place] for place in places])
 
-    def plain_params(self) -> dict[str, Tensor]:
-        """The parameters without a graph, or the tensors in place of them where FSDP holds parts."""
-        return self.source.leaves(self.params) if self.source else {n: p.detach() for n, p in self.params.items()}
-
 
 class _RowPass(Pass):
     """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
@@ -319,8 +315,9 @@ class _PlainFunctions(_RowPass):
 
     def check_graph(self, given: Any) -> None:
         """End the pass where a custom function has returned a tensor that no operation has made at these levels."""
+        custom = torch.autograd.function.BackwardCFunction
         for value in tree_leaves(given):
-            if isinstance(value, Tensor) and not at_a_level(value) and _is_custom(value.grad_fn):
+            if isinstance(value, Tensor) and not at_a_level(value) and isinstance(value.grad_fn, custom):
                 self.stop(NeedsLoop("a custom function returns a tensor that no operation of torch made (from_numpy)"))
 
     def returned(self, losses_1: Any, aux: Any) -> None:
@@ -342,10 +339,6 @@ class _PlainFunctions(_RowPass):
         finally:
             self.depth -= 1
             transforms_seen(bool(self.depth))
-
-
-def _is_custom(node: Any) -> bool:
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _copied(
@@ -434,7 +427,10 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], k
     """Losses of rows that go the same way; their gradients by rules go to `kept`. `allowed`: see `Pass`."""
     num_rows = len(rows.positions)
     forget_gone()
-    params = rows.plain_params()
+    if rows.source is None:
+        params = {name: param.detach() for name, param in rows.params.items()}
+    else:  # FSDP holds parts: tensors in place of them
+        params = rows.source.leaves(rows.params)
     for kind in set[Any](map(type, tree_leaves((params, rows.batch)))):
         if computes_itself(kind):
             raise NeedsLoop(f"tensors of the class {kind.__qualname__} compute all rows at once")

@@ -253,11 +253,6 @@ def _check_repeats(again: RowResult, losses_B: Tensor, grads_B: Mapping[str, Ten
         )
 
 
-def _copies(params: Params) -> dict[str, Tensor]:
-    """Copies of the parameters for one row: a loss that writes into parameters (`.data`) changes only the copies."""
-    return {name: param.detach().clone().requires_grad_() for name, param in params.items()}
-
-
 @contextmanager
 def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
     """Context in which the loss of one row is called, and its backward pass runs."""
@@ -275,7 +270,9 @@ def row_gradients(
     loss_fn: LossFn, params: Params, row: Batch, position: int, recorder: CollectiveRecorder | None = None
 ) -> RowResult:
     """Loss and gradients of a row, by its position in the batch. torch's generator is at the state of the step."""
-    leaves, mode = _copies(params), RowAlone(row, position)
+    # a loss that writes into parameters (`.data`) changes these copies only
+    leaves = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
+    mode = RowAlone(row, position)
     with checks.parameters_unchanged(leaves), _inside(mode, recorder):
         losses_1, aux = checks.split_aux(loss_fn(leaves, row))
         mode.refuse_stopped()

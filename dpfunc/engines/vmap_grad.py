@@ -138,19 +138,11 @@ class _Calls:
         elif (self.read or self.number > 1) and not self.allowed:
             self.kept = python_state(self.loss_fn)
 
-    def first_read(self, read: str) -> None:
-        """Note that Python is about to read numbers of rows; the next call notes what the loss keeps."""
-        self.read, self.kept = read, ()
-
     def passed(self, rows: Rows, settings: Settings, kept: Kept) -> Passed:
         """One pass over rows."""
         found = one_pass(rows, settings, self.prepared.known, kept, self.allowed)
         self.by_row.update(found.by_row)
         return found
-
-    def succeed(self, settings: Settings) -> None:
-        """Record that a call succeeded."""
-        self.done, self.settings = True, settings
 
     def end(self) -> None:
         """Report a loss whose state has changed."""
@@ -271,9 +263,9 @@ class VmapGrad:
         try:
             found, settings = first_that_does(calls.prepared.settings, attempt)
         except FirstRead as stop:
-            calls.first_read(str(stop))
+            calls.read, calls.kept = str(stop), ()  # the next call notes what the loss keeps
             return self._try(rows, calls)
-        calls.succeed(settings)
+        calls.done, calls.settings = True, settings
         return found
 
     def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:

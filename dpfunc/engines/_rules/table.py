@@ -181,11 +181,6 @@ def _costs(use: ParameterUse) -> Costs:
     return matrix(positions, shape[0], shape[1:].numel()) if len(shape) > 1 else summed(shape.numel(), positions)
 
 
-def column_sum(use: ParameterUse, grad: Tensor) -> Dense:
-    """The sum over the positions of each sample: the gradient of a bias."""
-    return Dense(over_positions(to_accumulation_dtype(use.positions(grad))))
-
-
 def over_positions(values_BT: Tensor) -> Tensor:
     """Sum over the positions of each sample; without a copy where there is one."""
     return values_BT[:, 0] if values_BT.shape[1] == 1 else values_BT.sum(1)
@@ -206,7 +201,7 @@ class _Product:
             x, g, shape = use.positions(tensors[self.x]), use.positions(grad), tuple(use.shapes[self.matrix])
             found[self.matrix] = Outer(g, x, shape) if self.turned else Outer(x, g, shape)
         if self.bias in use.wanted:
-            found[self.bias] = column_sum(use, grad)
+            found[self.bias] = Dense(over_positions(to_accumulation_dtype(use.positions(grad))))
         return found
 
     def input_grad(self, bound: Bound, grad: Tensor, left: Any) -> Tensor:
