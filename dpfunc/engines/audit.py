@@ -31,6 +31,8 @@ class Counts(Protocol):
 
     counting: bool
 
+    def note(self, changed: bool) -> None: ...
+
 
 class Credited(NamedTuple):
     """Gradients that an engine credited to the samples of a batch, whose rows are computed alone."""
@@ -112,7 +114,7 @@ def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[i
         before = python_state(rows.loss_fn) if watched else ()
         alone[row] = rows.alone(row)
         if compared:
-            audits.counting |= watched and is_changed(rows.loss_fn, before)
+            audits.note(watched and is_changed(rows.loss_fn, before))
             if audits.counting and number:
                 break
     return alone

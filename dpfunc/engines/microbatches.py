@@ -88,6 +88,10 @@ class Audits:
             return int(self.counting or not step % STEPS_IN)
         return int(self.counting or new or chance * STEPS_IN < 1)
 
+    def note(self, changed: bool) -> None:
+        """Record that a call has changed the state of the loss."""
+        self.counting |= changed
+
     def choose_rows(self, key: Key | None, batch: Batch, by_row: Sequence[str] = ()) -> list[int]:
         """Rows of this batch to compute alone; see `due`."""
         chance = random.Random((secure_key() if key is None else fold_in(key, "audit")).secret)

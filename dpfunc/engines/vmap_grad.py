@@ -144,6 +144,14 @@ class _Calls:
         self.by_row.update(found.by_row)
         return found
 
+    def first_read(self, read: str) -> None:
+        """Note that Python is about to read numbers of rows; the next call notes what the loss keeps."""
+        self.read, self.kept = read, ()
+
+    def succeed(self, settings: Settings) -> None:
+        """Record that a call succeeded."""
+        self.done, self.settings = True, settings
+
     def end(self) -> None:
         """Report a loss whose state has changed."""
         if self.kept:
@@ -263,9 +271,9 @@ class VmapGrad:
         try:
             found, settings = first_that_does(calls.prepared.settings, attempt)
         except FirstRead as stop:
-            calls.read, calls.kept = str(stop), ()  # the next call notes what the loss keeps
+            calls.first_read(str(stop))
             return self._try(rows, calls)
-        calls.done, calls.settings = True, settings
+        calls.succeed(settings)
         return found
 
     def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
