@@ -152,7 +152,7 @@ def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[st
         asked, answered = MADE_UP[2 * number : 2 * number + 2]
         said[columns[0]] = [{**asked, "content": [*image, {"type": "text", "text": asked["content"]}]}, answered]
     if job.task == "vqa":
-        said[job.data.image_column] = [row["image"]] if image else []
+        said[job.data.image_column] = [f"{number}.png"] if image else []
     given = {column: json.dumps(value) for column, value in said.items()}
     return given if job.data.tools_column is None else {**given, job.data.tools_column: ""}
 

@@ -22,6 +22,7 @@ from dpfunc.train import generate, tables
 from dpfunc.train._config_file import read_job
 from dpfunc.train._dataset import chat_lines, collator, read_records
 from dpfunc.train._model import load_base, load_processing
+from dpfunc.train._saved import made_up_batch
 from dpfunc.train.tables import read_table
 
 ROWS = [{"messages": chat} for chat in chats(6)]
@@ -180,6 +181,15 @@ def test_pictures_in_chats_with_and_without(place, monkeypatch, tmp_path):
     assert result.exit_code == 0, result.output
     assert "USER: is the picture red ? ASSISTANT:[[yes]]" in result.stdout
     assert record(tmp_path / "run")["epsilon"] <= 8
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_made_up_chat_has_its_picture_however_many_there_may_be(place, monkeypatch, most):
+    monkeypatch.chdir(place / "pictures")
+    job = read_job("job.yaml", ["--max_images", str(most)])
+    batch = made_up_batch(job, load_processing(job))
+    red = batch["pixel_values"][..., 0, :, :].flatten(-2)  # of one colour where there is no picture
+    assert int((red.amax(-1) > red.amin(-1)).sum()) == 2  # one of each of two chats
 
 
 def test_paths_of_pictures_may_be_in_the_turns(place, monkeypatch):
