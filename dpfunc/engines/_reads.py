@@ -201,6 +201,18 @@ def solve(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     return by_rows(owner, func, args, kwargs) if any_row((args, kwargs)) and not same else NotImplemented
 
 
+def sparse(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A sparse tensor of numbers of a level as a dense one: torch has no sparse tensors at levels."""
+    bound = dict(zip(("indices", "values", "size"), args, strict=False), **kwargs)
+    values, size = bound["values"], bound.get("size")
+    if not isinstance(values, Tensor) or not (is_row(values) or values.requires_grad):
+        return NotImplemented
+    if size is None or bound.get("dtype") not in (None, values.dtype) or bound.get("requires_grad"):
+        return owner.stop(NeedsLoop("a sparse tensor has no given size, or is of another dtype"))
+    places = tuple(bound["indices"].long().unbind(0))
+    return values.new_zeros(tuple(size)).index_put(places, values, accumulate=True)
+
+
 def numbers(owner: Pass, given: Any) -> Any:
     """Arguments with the whole numbers of a row read: sizes and ends, which torch reads inside of an operation."""
     if not any_row(given):
@@ -294,6 +306,7 @@ READS: dict[Any, Handler] = {
         _named("split", "split_with_sizes", "view", "reshape", "expand", "repeat", "unflatten", "narrow"), sizes
     ),
     torch.where: where,
+    torch.sparse_coo_tensor: sparse,
     torch._C._nn.one_hot: one_hot,
     torch.ctc_loss: ctc_loss,
     Tensor.__getitem__: getitem,

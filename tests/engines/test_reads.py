@@ -73,6 +73,10 @@ OWN = {
         torch.zeros(2, 3, 1, dtype=x.dtype), lambda h: h.__setitem__((..., x[0] > 0.2, slice(0, 1)),
         (p["w"] * x)[0][x[0] > 0.2][:, None])).sum()[None],
     "scattered by a mask": lambda p, x: (p["w"] * x).masked_scatter(x > 0.2, (2 * p["w"] * x).flatten()).sum(1),
+    "changed by sparse numbers": lambda p, x: F.linear(x, torch.ones(3, 3, dtype=x.dtype) + torch.sparse_coo_tensor(
+        torch.tensor([[0, 2, 2], [1, 0, 0]]), 2 * p["w"], (3, 3))).square().sum(1),
+    "multiplied by sparse numbers of its own": lambda p, x: F.linear(x * p["w"], torch.ones(3, 3, dtype=x.dtype) +
+        torch.sparse_coo_tensor(torch.tensor([[0, 2, 2], [1, 0, 0]]), x[0], (3, 3))).square().sum(1),
     "split and counted by its own numbers": lambda p, x: (
         (p["w"] * x)[0].split([n := (x[0, 0] > 0).long() + 1, 3 - n])[0].sum() * torch.arange(n + 1).sum())[None],
     "made of its own numbers and others": lambda p, x: (
@@ -96,6 +100,8 @@ def _with(h, write):
     return h.square().sum(1)
 
 
+# torch says it once for each process that makes a sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", OWN)
 def test_what_a_row_does_with_its_own_memory(name):
     assert engine_of(OWN[name], W, X) in ("one pass", "groups")
@@ -139,19 +145,6 @@ def test_a_shape_that_follows_from_values_is_read_where_rows_agree():
     x = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0], [-7.0, 8.0, 9.0]])
     with pytest.raises(UnsupportedModel, match="nonzero"):
         auto()(loss_fn, {"w": torch.ones(3)}, x)
-
-
-# torch says it once for each process that makes a sparse tensor
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-@pytest.mark.parametrize("own", [lambda p, x: 2 * p["w"], lambda p, x: p["w"] * x[0], lambda p, x: x[0]])
-def test_sparse_tensors_of_rows_go_to_the_loop(own):
-    places = torch.tensor([[0, 2, 2], [1, 0, 0]])
-
-    def loss_fn(p, x):
-        sparse = torch.sparse_coo_tensor(places, own(p, x), (3, 3))
-        return (F.linear(x, torch.ones(3, 3, dtype=x.dtype) + sparse) * p["w"]).square().sum(1)
-
-    assert engine_of(loss_fn, W, X) == "loop"
 
 
 @pytest.mark.parametrize(
