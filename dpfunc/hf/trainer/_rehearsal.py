@@ -6,7 +6,7 @@ May import: its folder, budget, evidence, rehearsal, release and below. Trusted:
 import copy
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -39,6 +39,7 @@ _EVALUATED = 16
 # Errors of a metric that is wrong for every record; others may come of how few records a rehearsal has.
 _ALWAYS_WRONG = (AttributeError, TypeError, KeyError, NameError)
 _GRADIENT = 2**-7  # a made-up one
+_TIMES = ("runtime", "samples_per_second", "steps_per_second")  # which each evaluation has, too
 _IDLE = 0.05  # share of the steps that may have no rate at the end of a schedule
 # What a callback gets at each event; and more at some.
 _GIVEN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
@@ -103,18 +104,31 @@ def _rehearse_evaluation(trainer: Any) -> list[dict[str, Any]]:
     metrics: list[dict[str, Any]] = []
     if quantised_layers(trainer.model) and not torch.accelerator.is_available():
         return metrics  # bitsandbytes packs the weights of a model that is evaluated; gradients do not pass
-    best = None if trainer.args.eval_strategy == "no" else trainer.args.metric_for_best_model
-    for name, dataset in evaluated(trainer.eval_dataset).items():
+    every = evaluated(trainer.eval_dataset)
+    sure = len(every) == (len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, Mapping) else 1)
+    for name, dataset in every.items():
         values, warning = _metrics_of_some(trainer, dataset)
         trainer._warn(warning)
+        sure = sure and warning is None
         metrics.append({f"eval_{name}_{each}" if name else f"eval_{each}": value for each, value in values.items()})
-        known = {*values, "runtime", "samples_per_second", "steps_per_second"}
-        if best is not None and not name and warning is None and best.removeprefix("eval_") not in known:
-            raise InvalidArgument(
-                f"Expected metric_for_best_model to be a metric of the evaluation, got {best!r}, and metrics "
-                f"{', '.join(sorted(values))}. The first evaluation would end the run. {NOTHING_SPENT}"
-            )
+    if trainer.args.eval_strategy != "no":
+        _check_best(trainer, {name.removeprefix("eval_") for each in metrics for name in each}, sure=sure)
     return metrics
+
+
+def _check_best(trainer: Any, known: Set[str], *, sure: bool) -> None:
+    """Check the metric that is followed from the first evaluation on; `sure` if there are no others than these."""
+    best, plateau = trainer.args.metric_for_best_model, isinstance(trainer.lr_scheduler, ReduceLROnPlateau)
+    ends = f"The first evaluation would end the run. {NOTHING_SPENT}"
+    missing = best is not None and not best.endswith(_TIMES) and best.removeprefix("eval_") not in known
+    refuse(
+        (plateau and best is None,
+         "Expected metric_for_best_model, by which ReduceLROnPlateau sets the rate, got None. Name one, for example "
+         f"'loss'; of several evaluation data sets that of one, as in 'eval_name_loss'. {ends}"),
+        (sure and missing,
+         f"Expected metric_for_best_model to be a metric of the evaluation, got {best!r}, and metrics "
+         f"{', '.join(sorted(known))}. {ends}"),
+    )  # fmt: skip
 
 
 def _metrics_of_some(trainer: Any, dataset: Any) -> tuple[dict[str, Any], str | None]:

@@ -157,11 +157,13 @@ def accuracy(prediction):
 
 
 EVERY = {"eval_strategy": "steps", "eval_steps": 2}
+NAMED = {"a": ended(20), "b": ended(3)}
 EVALUATIONS = {  # model, options, message
     "T5 gives hidden states after its logits": (t5, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'.* Of a tuple take the first"),
     "so does BART": (bart, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'"),
     "a metric of another name": (classifier, {"compute_metrics": accuracy, "changes": {**EVERY, "metric_for_best_model": "acuracy"}}, "got 'acuracy', and metrics accuracy, loss"),
     "a metric without metrics": (classifier, {"changes": {**EVERY, "metric_for_best_model": "f1"}}, "got 'f1', and metrics loss"),
+    "a metric of no data set": (classifier, {"eval_dataset": NAMED, "changes": {**EVERY, "metric_for_best_model": "loss"}}, "got 'loss', and metrics a_loss, b_loss"),
     "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821  (as it is meant)
     "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
 }  # fmt: skip
@@ -170,8 +172,24 @@ EVALUATIONS = {  # model, options, message
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_an_evaluation_that_fails_is_found_before_the_first_step(tmp_path, name):
     make, options, message = EVALUATIONS[name]
-    trainer = trainer_of(tmp_path, make(), ended(), eval_dataset=ended(20), data_collator=padded, **options)
+    trainer = trainer_of(tmp_path, make(), ended(), **{"eval_dataset": ended(20), "data_collator": padded, **options})
     refused(tmp_path, trainer, message)
+
+
+@pytest.mark.parametrize(("data", "best"), [(ended(20), None), (NAMED, None), (NAMED, "a_loss"), (ended(20), "loss")])
+def test_a_rate_that_follows_an_evaluation_has_its_metric(tmp_path, data, best):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    trainer = trainer_of(
+        tmp_path, model, ended(), eval_dataset=data, data_collator=padded, optimizers=(optimizer, plateau),
+        changes={**EVERY, "metric_for_best_model": best},
+    )  # fmt: skip
+    if best is None:
+        refused(tmp_path, trainer, "Expected metric_for_best_model, by which ReduceLROnPlateau")
+    else:
+        trainer.train()
+        assert trainer.ledger.num_steps == 4
 
 
 class OfMyOwn(torch.nn.Module):
