@@ -119,5 +119,5 @@ def by_rows(
 
 
 def _fact(leaf: Any) -> Any:
-    """What must be the same for all rows of a part of a result: the shape of a tensor, or a value of Python."""
+    """The shape of a tensor, or a value of Python itself: parts of results on which all rows must agree."""
     return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf

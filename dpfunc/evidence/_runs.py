@@ -21,7 +21,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.evidence._basis import CLAIM, Basis, Values, events_in
 from dpfunc.evidence._figures import RECORDED, ROUNDING, figures_of
 from dpfunc.evidence.result import entry
-from dpfunc.types import Adjacency, Event
+from dpfunc.types import Adjacency
 
 _SETTINGS = (*SETTINGS, "max_grad_norm", "noise_key")
 _PLACED = ("unit", "adjacency", "delta")  # which a place in a budget has alike with the run
@@ -176,7 +176,7 @@ def _joined(rows: Sequence[Mapping[str, Any]], earlier: bool) -> list[dict[str, 
 
 def _placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A place in a budget, with which all that others were charged and the own steps fit."""
-    claim, own = values["claim"], ledger_of({**values, "earlier": []})
+    claim, own = values["claim"], _own_ledger(values)
     others, most = Ledger(events_in(place["others"]), own.adjacency), positive("epsilon", place["epsilon"])
     for name in (name for name in _PLACED if place[name] != claim[name]):
         raise fail(f"a run with the {name} of its budget, {place[name]!r}", name, claim[name])
@@ -191,8 +191,9 @@ def _placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _own_events(values: Values) -> tuple[Event, ...]:
-    return ledger_of({**values, "earlier": []}).events
+def _own_ledger(values: Values) -> Ledger:
+    """The ledger of the steps in a certificate, without earlier ones."""
+    return ledger_of({**values, "earlier": []})
 
 
 RUNS = Basis(
@@ -202,7 +203,7 @@ RUNS = Basis(
     settings=_SETTINGS,
     not_covered=NOT_COVERED,
     derive=_derived,
-    events=_own_events,
+    events=lambda values: _own_ledger(values).events,
     assumptions=lambda values: {
         "The two accountants share no code.": values["result"]["accountants"][1]["name"] == "opacus"
     },

@@ -34,10 +34,15 @@ _IGNORED = -100  # a label without a loss
 
 @dataclass(frozen=True)
 class Release:
-    """What a step of a run gave away, and what it was made of. UNRELEASED: the sums have no noise."""
+    """One noisy release of a run, beside the sum that it was made of. UNRELEASED: the sum has no noise.
+
+    Args:
+        clipped: the sum. facts: its sensitivities, clip groups and key of the noise, which must not depend on records.
+        values: the sum with noise. state: of the mechanism of the noise, after it.
+    """
 
     clipped: ClippedSum
-    facts: Mapping[str, object]  # that must not depend on records
+    facts: Mapping[str, object]
     values: dict[str, Tensor]
     state: Any
 

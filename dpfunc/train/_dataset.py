@@ -201,7 +201,7 @@ def _read_rows(job: Job, processing: Any, file: str, unit: str | None, deduplica
 
 
 def _by_person(job: Job, made: Sequence[_Made], unit: str) -> tuple[list[_Made], tuple[range, ...]]:
-    """What is used, and the positions of each person's among it."""
+    """The rows and records that are used, person by person, and the range of places that each person has there."""
     key, limit = fold_in(insecure_key(job.training.seed), "records of a person"), job.data.units_size
     owned = group_by_person([row[unit] for row, _ in made], max_texts=limit, key=key).rows()
     ends = [0, *accumulate(map(len, owned))]

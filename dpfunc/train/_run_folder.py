@@ -41,7 +41,7 @@ def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, i
 
 
 def _job_file(folder: Path) -> dict[str, Any]:
-    """What `write_job` has kept in a folder: the job as it was given and as it runs, its insecure seed, its table."""
+    """Read the file of `write_job`: the job as it was given and as it runs, its insecure seed, and its table."""
     path = folder / JOB_FILE
     try:
         match unique_json(path.read_bytes()):

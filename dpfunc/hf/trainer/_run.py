@@ -241,7 +241,7 @@ def metrics(record: Record) -> dict[str, float]:
 
 
 def made_up_logs(plan: Plan) -> dict[str, float]:
-    """What a private run logs at a step, all of it zero."""
+    """A log of one step with the names that a private run gives its callbacks; all values are zero."""
     names = [*_METRICS, "steps_left", *(["remaining_epsilon"] if plan.epsilon is not None else [])]
     return dict.fromkeys(("learning_rate", "grad_norm", *(f"privacy/{name}" for name in names), "epoch"), 0.0)
 
