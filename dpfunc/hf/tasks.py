@@ -180,14 +180,17 @@ def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str,
     sentences, scores_B = _sentences(batch)
     if len(sentences) != 2:
         raise InvalidArgument(f"Expected two sentences in the batch, got {len(sentences)}, from {sorted(batch)}.")
-    outputs = [forward(params, sentence) for sentence in sentences]
-    found = [output.get("sentence_embedding") for output in outputs if isinstance(output, Mapping)]
-    embeddings = [each for each in found if isinstance(each, Tensor)]
-    if len(embeddings) != 2:
-        raise InvalidArgument(
-            f"Expected a model that returns a mapping with 'sentence_embedding', got {type(outputs[0]).__name__}. For "
-            "an encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your own."
-        )
+    embeddings = []
+    for sentence in sentences:
+        output = forward(params, sentence)
+        found = output.get("sentence_embedding") if isinstance(output, Mapping) else None
+        if not isinstance(found, Tensor):
+            raise InvalidArgument(
+                f"Expected a model that returns a mapping with 'sentence_embedding', got {type(output).__name__}. For "
+                "an encoder of Transformers add pooling: nn.Sequential(encoder, pooling), or a loss function of your "
+                "own."
+            )
+        embeddings.append(found)
     return losses.cosine_similarity(embeddings[0], embeddings[1], scores_B)
 
 
