@@ -11,6 +11,7 @@ backend is nccl.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -96,14 +97,14 @@ def timed_together(step: Callable[[], object], device: str) -> dict[str, float]:
 def counted(step: Callable[[], object]) -> dict[str, int]:
     """Collectives of one step, the bytes that this process gives to them, and the normal numbers that it draws."""
     with ExitStack() as stack:
-        drawn = stack.enter_context(mock.patch.object(streams, "normals_of_each", wraps=streams.normals_of_each))
+        drawn = stack.enter_context(mock.patch.object(streams, "secure_normal", wraps=streams.secure_normal))
         calls = [stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES]
         step()
     sent = [next(a for a in call.args if isinstance(a, Tensor)) for each in calls for call in each.call_args_list]
     return {
         "collectives": len(sent),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in sent),
-        "normals": sum(sum(call.args[1]) for call in drawn.call_args_list),
+        "normals": sum(math.prod(leaf.shape) for call in drawn.call_args_list for leaf in call.args[1].values()),
     }
 
 

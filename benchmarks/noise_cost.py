@@ -7,19 +7,18 @@ One element is one number of noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from benchmarks.measure import timed_in_turn
 from benchmarks.results import FOLDER, question
 from dpfunc.noise import add_gaussian
-from dpfunc.noise._streams import TILE, secure_normal, words_for
-from dpfunc.rng import Key, fold_in, insecure_key, stream
+from dpfunc.noise._streams import TILE, secure_normal
+from dpfunc.rng import Key, Streams, fold_in, insecure_key
 from dpfunc.types import ClippedSum
 
 RESULT = FOLDER / "noise_cost.json"
@@ -39,23 +38,13 @@ def torch_normal(like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
     return {name: torch.randn(leaf.shape, generator=generator, dtype=dtype) for name, leaf in like.items()}
 
 
-def tile_streams(key: Key, like: Mapping[str, Tensor]) -> Iterator[tuple[numpy.random.Generator, int]]:
-    """A stream for each tile of the flattened leaves, and how many numbers the tile has."""
-    for name, leaf in like.items():
-        for first in range(0, leaf.numel(), TILE):
-            yield stream(fold_in(key, "normal", name, first)), min(TILE, leaf.numel() - first)
-
-
 def words_alone(key: Key, like: Mapping[str, Tensor]) -> None:
     """The AES words that the secure numbers are made of, and nothing else: no way of making numbers is faster."""
-    for generator, size in tile_streams(key, like):
-        generator.bit_generator.random_raw(words_for(size))
-
-
-def by_numpy(key: Key, like: Mapping[str, Tensor]) -> None:
-    """The same numbers by numpy's ziggurat, which goes from word to word."""
-    for generator, size in tile_streams(key, like):
-        generator.standard_normal(size).astype(numpy.float32)
+    streams = Streams()
+    for name, leaf in like.items():
+        for first in range(0, leaf.numel(), TILE):
+            generator = streams.opened(fold_in(key, "normal", name, first))
+            generator.bit_generator.random_raw(min(TILE, leaf.numel() - first))
 
 
 def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[], object]]:
@@ -67,7 +56,6 @@ def sources(like: Mapping[str, Tensor]) -> dict[str, Callable[[], object]]:
         BASE: lambda: torch_normal(like, torch.float32),
         "torch.randn float64": lambda: torch_normal(like, torch.float64),
         "AES words alone, 1 thread": lambda: words_alone(next(keys), like),
-        "AES and numpy's ziggurat, 1 thread": lambda: by_numpy(next(keys), like),
         "secure float32, 1 thread": lambda: secure_normal(next(keys), like, threads=1),
         "secure float32, 2 threads": lambda: secure_normal(next(keys), like, threads=2),
         "secure float64, 1 thread": lambda: secure_normal(next(keys), double, threads=1),

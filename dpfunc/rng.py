@@ -9,12 +9,11 @@ import hashlib
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dpfunc._utils.validation import integer
@@ -154,18 +153,19 @@ def fingerprint(key: Key) -> str:
     return fold_in(key, "fingerprint").secret[:8].hex()
 
 
-class Words:
-    """The words of `stream(key)`, opened again for each key: a stream costs ten times as much. One thread at a time."""
+class Streams:
+    """`stream` of one key after the other, opened again: a new one takes ten times as long. One thread at a time."""
 
     def __init__(self) -> None:
         from randomgen import AESCounter
 
-        self._generator = AESCounter(key=0)
+        self._words = AESCounter(key=0)
+        self._generator = np.random.Generator(self._words)
 
-    def opened(self, key: Key) -> Callable[[int], npt.NDArray[np.uint64]]:
-        """Draw of a number of words, from the first one of a key."""
-        self._generator.seed(key=_aes_key(key))
-        return self._generator.random_raw  # type: ignore[no-any-return]  # of a library without types
+    def opened(self, key: Key) -> np.random.Generator:
+        """The stream of a key, from its beginning; the one that was opened before has ended."""
+        self._words.seed(key=_aes_key(key))
+        return self._generator
 
 
 def stream(key: Key) -> np.random.Generator:

@@ -86,7 +86,7 @@ def test_questions_run_in_small(tmp_path, monkeypatch):
     cases = numbers_of(loader, "--cases", "nested", out=tmp_path / "loader.json")
     assert [len(line) for line in loader.rows(cases)] == [len(loader.HEADS)]
     cases = numbers_of(noise_cost, out=tmp_path / "noise.json")
-    assert all(len(case["contestants"]) == 9 for case in cases.values())
+    assert all(len(case["contestants"]) == 8 for case in cases.values())
     known = {name: small_steps.ALL_CASES[name] for name in ("LSTM in both directions, packed", "chain")}
     monkeypatch.setattr(small_steps, "ALL_CASES", known)
     cases = numbers_of(small_steps, "--no-memory", out=tmp_path / "small.json")

@@ -23,6 +23,7 @@ from dpfunc.checkpoint._chain import head_path
 from dpfunc.checkpoint.costs import read_cost, read_spent
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused
+from dpfunc.rng import Streams, fold_in
 from dpfunc.state import allow_repeat
 
 
@@ -184,6 +185,19 @@ def test_a_run_leaves_no_step_out_of_its_journal(tmp_path):
     again = Run(tmp_path, ledger=run.counted.compose(without)).step()  # what the message says
     assert again.ledger == again.counted
     assert again.ledger.num_steps == 6
+
+
+def test_a_numpy_with_other_normals_repeats_no_step(tmp_path, monkeypatch):
+    """Two releases of one sum would differ by noise alone, and their mean would have less of it."""
+    run = Run(tmp_path).step()
+    run.save()
+    before = run.step().ledger
+    own = Streams.opened
+    monkeypatch.setattr(Streams, "opened", lambda self, key: own(self, fold_in(key, "of another version")))
+    with pytest.raises(StateReused, match=r"(?s)released before, and with other values.*numpy.*Nothing was released"):
+        run.resume().step()
+    monkeypatch.undo()
+    assert run.resume().step().ledger == before
 
 
 def test_a_step_from_before_the_journal_is_not_repeated_into_it(tmp_path):
