@@ -140,8 +140,8 @@ def _walk(loss_fn: object, weak: bool = True) -> _Walk:
         kind = type(value)
         if kind in _PLAIN:
             values.append((kind, repr(value) if kind is float or kind is complex else value))
-        elif id(value) in number_of:
-            values.append(number_of[id(value)])
+        elif (known := number_of.get(id(value))) is not None:
+            values.append(known)
         elif len(number_of) == _MAX_OBJECTS:
             break
         elif not weak and issubclass(kind, _WEAK):
@@ -151,14 +151,14 @@ def _walk(loss_fn: object, weak: bool = True) -> _Walk:
             parts = _parts(value, kind)
             values.append((kind, value if parts is None else len(parts)))
             if parts:
-                objects += parts[:: len(parts) // _MANY or 1]
+                objects += parts if len(parts) <= _MANY else parts[:: len(parts) // _MANY]
                 parents += [place] * (len(objects) - len(parents))
             if kind is FunctionType and not _of_library(value):
                 names.update(_names(value.__code__))
             elif issubclass(kind, ModuleType) and not _of_library(value):
                 modules.append(value)
         if modules and place + 1 == len(objects):  # in a closure or an attribute: any function may use their values
-            found = [each for module in modules for each in _within(names, vars(module), _OF_ANY)]
+            found = [each for module in modules for each in _within(sorted(names), vars(module), _OF_ANY)]
             new = [each for each in found if type(each) not in _PLAIN and id(each) not in number_of]
             objects += new or [each for each in found if type(each) in _PLAIN]
             modules = modules if new else []
@@ -173,6 +173,9 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
     """
     if kind in _CONTAINERS and id(value) != _IMPORTED:  # quick: most objects, which have no attributes
         return [*(value if kind is dict else ()), *gc.get_referents(value)]
+    if kind is OrderedDict and not value.__dict__:  # quick: each module of torch has eight of them
+        none = value.__dict__
+        return [*value, *(part for part in gc.get_referents(value) if part is not none)]
     if issubclass(kind, _AS_THEY_ARE) or (issubclass(kind, type) and _of_library(value)):
         return None
     left_out, inner = _of_class(kind)
@@ -180,8 +183,8 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
         return ()
     try:
         own = getattr(value, "__dict__", None) or {}
-        hidden = {n for n in left_out.intersection(own) if n not in _OF_GENERATION or _of_generation(own[n])}
-        kept = {name: part for name, part in own.items() if name not in hidden}
+        hidden = [n for n in left_out if n in own and (n not in _OF_GENERATION or _of_generation(own[n]))]
+        kept = {name: part for name, part in own.items() if name not in hidden} if hidden else own
         parts = [*((" ".join(kept), *kept.values()) if own else ()), *inner(value)]
         if not issubclass(kind, (type, FunctionType)):
             found, out = gc.get_referents(value), {id(own), *(id(own[name]) for name in hidden)}
@@ -264,7 +267,7 @@ def _named(names: Collection[str], scope: Mapping[str, Any]) -> Iterable[Any]:
 def _within(names: Collection[str], scope: Mapping[str, Any], by_text: Set[str]) -> list[Any]:
     """Values of these names; where some may be made as text, all but code."""
     if by_text.isdisjoint(names):
-        return [scope[name] for name in sorted(names) if name in scope]
+        return [scope[name] for name in names if name in scope]
     others = (value for name, value in scope.items() if name in names or not isinstance(value, _SPACES))
     said = scope.get("__warningregistry__", others)  # warnings that were said once
     return [value for value in others if value is not said]
