@@ -103,7 +103,6 @@ def test_bans():
 APPLICATION = ("hf", "train", "cli")
 PRIVATE = {  # (folder of the application, folder of the library) -> what has no public name yet
     ("hf", "checkpoint"): "a checkpoint of the Trainer has files of its own around that of the library",
-    ("hf", "functional"): "parts that FSDP manages, and the choice of parameters by patterns",
     ("hf", "sampling"): "the loader of the plan with the collator and columns of the Trainer",
 }
 
@@ -338,6 +337,6 @@ def test_the_way_of_a_batch_begins_in_the_step(monkeypatch):
     assert "step.py" in way[:2]
     assert "engines/vmap_grad.py" in way
     # where another test has imported FSDP, each call looks for it
-    assert len(set(way) - {"functional/_fsdp.py"}) <= 25, way
+    assert len(set(way) - {"functional/fsdp.py"}) <= 25, way
     HOUSE["numbers"].__globals__["AROUND"] = ()  # to read all tests takes longer than all else
     assert int(HOUSE["numbers"](way)["files on the way of a batch, after the first step"]) == len(way)

@@ -26,9 +26,11 @@ from dpfunc.engines._ghost import Ghost
 from dpfunc.engines._guards.loss import refuse_written_buffers, until_backward, unwritten
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional import _fsdp as fsdp
-from dpfunc.functional._names import pattern, select
-from dpfunc.functional.forward import check_params, functionalize, refuse_unsupported, unwrapped
+from dpfunc.functional import fsdp
+from dpfunc.functional.forward import check_params
+from dpfunc.functional.modules import functionalize, unwrapped
+from dpfunc.functional.names import outermost, pattern, select
+from dpfunc.functional.refused import refuse_unsupported
 from dpfunc.lora import LoRA
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
@@ -166,10 +168,10 @@ def _shard(
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
     names = list(dict(module.named_modules()))[1:]  # without the module itself
     if layers is None:
-        lists = fsdp.outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
+        lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
         return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
     if isinstance(layers, str):
-        found = fsdp.outermost(filter(pattern("layers", layers).search, names))
+        found = outermost(filter(pattern("layers", layers).search, names))
     else:
         found = list(filter(layers.__contains__, names))
         if unknown := set(layers) - set(names):

@@ -3,9 +3,10 @@
 May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
 """
 
-from dpfunc.functional._names import ATTENTION, BIASES, HEADS, PROJECTOR
 from dpfunc.functional.batchnorm import count_batchnorm, replace_batchnorm
-from dpfunc.functional.forward import Forward, Functional, functionalize, with_params
+from dpfunc.functional.forward import Forward
+from dpfunc.functional.modules import Functional, functionalize, with_params
+from dpfunc.functional.names import ATTENTION, BIASES, HEADS, PROJECTOR
 
 __all__ = [
     "ATTENTION",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
-from dpfunc.functional.forward import refuse_unsupported
+from dpfunc.functional.refused import refuse_unsupported
 from dpfunc.hf._facts import AnyForward, augments, base_model, quantised_layers
 from dpfunc.hf.tasks import infer_task
 from dpfunc.types import Params

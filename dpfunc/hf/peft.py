@@ -14,8 +14,10 @@ import dpfunc.functional
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import Functional
-from dpfunc.functional._names import select
-from dpfunc.functional.forward import check_params, copied, unwrapped
+from dpfunc.functional.copies import copied
+from dpfunc.functional.forward import check_params
+from dpfunc.functional.modules import unwrapped
+from dpfunc.functional.names import select
 from dpfunc.types import Params
 
 # Initial values of LoRA that are computed from activations or gradients of data, without noise.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpfunc.batches import rows
 from dpfunc.errors import InvalidArgument
-from dpfunc.functional.forward import function_of, unwrapped
+from dpfunc.functional.modules import function_of, unwrapped
 from dpfunc.hf import losses
 from dpfunc.hf._facts import AnyForward, evaluating, with_facts
 from dpfunc.hf.tasks import next_tokens

@@ -28,15 +28,10 @@ from torch.nn import functional as F
 
 from dpfunc._utils.validation import below_one, boolean, checked, count, expect, fail, one_of, positive, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
-from dpfunc.functional._names import pattern, select
-from dpfunc.functional.forward import (
-    Forward,
-    check_params,
-    copied,
-    function_of,
-    uncopied,
-    unwrapped,
-)
+from dpfunc.functional.copies import copied, uncopied
+from dpfunc.functional.forward import Forward, check_params
+from dpfunc.functional.modules import function_of, unwrapped
+from dpfunc.functional.names import pattern, select
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import Params
 

@@ -22,7 +22,7 @@ from dpfunc import engines
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
-from dpfunc.functional.forward import uncopied
+from dpfunc.functional.copies import uncopied
 from dpfunc.rng import insecure_key
 from dpfunc.state import allow_repeat
 

@@ -18,7 +18,7 @@ from dpfunc._utils.processes import checksum, in_hex, is_dtensor
 from dpfunc._utils.validation import fail, refuse, shorten, suggestion
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
-from dpfunc.functional._fsdp import settle
+from dpfunc.functional.fsdp import settle
 from dpfunc.hf.trainer import _settings as rules
 from dpfunc.hf.trainer._run import ranks_of
 from dpfunc.hf.trainer.arguments import PrivacyArguments

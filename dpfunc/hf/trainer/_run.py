@@ -27,9 +27,9 @@ from dpfunc.clipping import Telemetry
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.ranks import Ranks, check_launch
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, UnsupportedModel
-from dpfunc.functional._fsdp import fsdp_parts
-from dpfunc.functional._names import select
-from dpfunc.functional.forward import function_of, unwrapped
+from dpfunc.functional.fsdp import fsdp_parts
+from dpfunc.functional.modules import function_of, unwrapped
+from dpfunc.functional.names import select
 from dpfunc.hf import peft
 from dpfunc.hf._facts import AnyForward, Caller, base_model, facts_of_model
 from dpfunc.hf.tasks import TASKS, make_loss_fn

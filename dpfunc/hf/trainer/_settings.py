@@ -21,7 +21,7 @@ from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import integer, positive, refuse, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.functional.forward import refuse_unsupported
+from dpfunc.functional.refused import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.rng import Key
 

@@ -32,7 +32,7 @@ from dpfunc.checkpoint.not_written import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
-from dpfunc.functional._fsdp import settle
+from dpfunc.functional.fsdp import settle
 from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.preferences import Preference, margins
 from dpfunc.hf.tasks import infer_task, make_loss_fn

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dpfunc._utils.validation import integer, one_of, refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
-from dpfunc.functional._fsdp import outermost
+from dpfunc.functional.names import outermost
 from dpfunc.hf._facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
 from dpfunc.lora import LoRA, attach

@@ -3,7 +3,7 @@
 May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpfunc._utils.processes import AllGather, fsdp_class, is_dtensor, over_gloo
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import UnsupportedModel
+from dpfunc.functional.names import outermost
 
 
 def fsdp_parts(module: nn.Module) -> dict[str, Any]:
@@ -114,12 +115,3 @@ def recovered(module: nn.Module) -> Iterator[None]:
             for root in map(parts.__getitem__, outermost(parts)):
                 if root._get_fsdp_state()._is_root:
                     root.reset_iter_state()
-
-
-def outermost(names: Iterable[str]) -> list[str]:
-    """Names of modules that are in none of the others; parents come before their children."""
-    kept: list[str] = []
-    for name in names:
-        if not any(not other or name.startswith(f"{other}.") for other in kept):
-            kept.append(name)
-    return kept

@@ -5,7 +5,7 @@ May import: its folder, accounting, clipping, engines, noise, sampling, updates 
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -25,6 +25,9 @@ ATTENTION = r"(^|\.)(attn|attention|self_attn|encoder_attn|crossattention|cross_
 
 PROJECTOR = r"(^|\.)(multi_modal_projector|mm_projector|projector|visual_projection|connector)\."
 """The projector between image and language model of usual vision-language models."""
+
+OF_TORCH = nn.Module().__dict__.keys()
+"""Attributes of each module, which torch itself keeps."""
 
 
 def pattern(name: str, expression: str) -> re.Pattern[str]:
@@ -89,3 +92,12 @@ def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:
         for attribute, tensor in {**owner._parameters, **owner._buffers}.items():
             places.setdefault(id(tensor), []).append(f"{prefix}.{attribute}" if prefix else attribute)
     return {key: tuple(names) for key, names in places.items()}
+
+
+def outermost(names: Iterable[str]) -> list[str]:
+    """Names of modules that are in none of the others; parents come before their children."""
+    kept: list[str] = []
+    for name in names:
+        if not any(not other or name.startswith(f"{other}.") for other in kept):
+            kept.append(name)
+    return kept
