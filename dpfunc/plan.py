@@ -38,8 +38,8 @@ from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning, RunWarn
 from dpfunc.noise import DEFAULT, Noise, Run
 from dpfunc.rng import Key
 from dpfunc.sampling import Poisson, Sampler
-from dpfunc.sampling._loader import Collate, Draws, Once, check_dataset, data_loader
-from dpfunc.sampling._records import batches_name
+from dpfunc.sampling.loader import Collate, Draws, Once, check_dataset, data_loader
+from dpfunc.sampling.records import batches_name
 from dpfunc.types import ADJACENCIES, Adjacency, Allocation, Batch, ClipRule, Event, Schedule, schedule_at
 
 # Parts of a plan that may be of a user: name, methods that it needs, what is expected.

@@ -16,7 +16,7 @@ from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.rng import cpu_seeds, fold_in, insecure_key, torch_seed
-from dpfunc.sampling._records import read
+from dpfunc.sampling.records import read
 from dpfunc.step import DPStep
 from dpfunc.types import Batch, Params
 

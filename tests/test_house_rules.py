@@ -101,24 +101,41 @@ def test_bans():
 
 
 APPLICATION = ("hf", "train", "cli")
-PRIVATE = {  # (folder of the application, folder of the library) -> what has no public name yet
-    ("hf", "checkpoint"): "a checkpoint of the Trainer has files of its own around that of the library",
-    ("hf", "sampling"): "the loader of the plan with the collator and columns of the Trainer",
+SHOWN = {  # what a page of the reference shows, and what its list names
+    name
+    for page in (REPOSITORY / "docs" / "reference").glob("*.md")
+    for name in re.findall(r"^(?:::: |- `)(dpfunc[\w.]+)", page.read_text(), re.MULTILINE)
 }
+# Folders of the library of which the application uses only what the reference shows.
+DOCUMENTED = {"checkpoint", "clipping", "distributed", "evidence", "functional", "lora", "noise", "sampling"}
 
 
-def test_the_application_stands_on_public_names_or_says_why():
-    """hf/, train/ and cli/, which are one application, use no private name of the library, but for these; `_utils` is
-    of all."""
+@functools.cache
+def imports_of_the_application():
+    """Names of the library that hf/, train/ and cli/, which are one application, import; `_utils` is of all."""
     found = {
-        (folder, module.split(".")[1])
+        f"{node.module}.{alias.name}"
         for path, node in nodes()
-        if (folder := layer_of(path)) in APPLICATION and isinstance(node, ast.ImportFrom) and node.module
-        for module in (f"{node.module}.{alias.name}" for alias in node.names)
-        if module.startswith("dpfunc.") and module.split(".")[1] not in (*APPLICATION, "_utils")
-        if any(part.startswith("_") for part in module.split(".")[1:])
+        if layer_of(path) in APPLICATION and isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
     }
-    assert found == set(PRIVATE)
+    return {name for name in found if name.startswith("dpfunc.") and name.split(".")[1] not in (*APPLICATION, "_utils")}
+
+
+def test_the_application_stands_on_public_names():
+    assert [name for name in imports_of_the_application() if "._" in name] == []
+
+
+def test_what_the_application_stands_on_is_in_the_reference():
+    """Of these folders: each name, by the module that defines it or by its folder; or some names of a module."""
+    missing = [
+        name
+        for name in imports_of_the_application()
+        if (folder := name.split(".")[1]) in DOCUMENTED and name != f"dpfunc.{folder}"
+        if f"dpfunc.{folder}.{name.rpartition('.')[2]}" not in SHOWN
+        if not any(f"{shown}.".startswith(f"{name}.") or name.startswith(f"{shown}.") for shown in SHOWN)
+    ]
+    assert missing == []
 
 
 def test_no_mechanism_of_noise_is_named_where_each_works():

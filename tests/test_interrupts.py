@@ -17,7 +17,7 @@ from dpfunc.state import allow_repeat
 
 FILES = {
     str(Path(dpfunc.__file__).parent / name)
-    for name in ("step.py", "checkpoint/journal.py", "checkpoint/_chain.py", "state.py", "_utils/locks.py")
+    for name in ("step.py", "checkpoint/journal.py", "checkpoint/chain.py", "state.py", "_utils/locks.py")
 }
 POINTS = 50
 PLAN = Plan(sampling.Poisson(12, 0.3), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-3)

@@ -10,9 +10,11 @@ from dpfunc._utils.lazy import lazy
 if TYPE_CHECKING:
     from dpfunc.checkpoint.journal import Journal, journal_ledger
     from dpfunc.checkpoint.record import make_record
-    from dpfunc.checkpoint.saving import load, save
+    from dpfunc.checkpoint.saving import Checkpoint, load, save
 
-__all__ = ["Journal", "journal_ledger", "load", "make_record", "save"]
+__all__ = ["Checkpoint", "Journal", "journal_ledger", "load", "make_record", "save"]
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"journal": "Journal journal_ledger", "record": "make_record", "saving": "load save"})
+    __getattr__ = lazy(
+        __name__, {"journal": "Journal journal_ledger", "record": "make_record", "saving": "Checkpoint load save"}
+    )

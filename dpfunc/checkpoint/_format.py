@@ -5,8 +5,8 @@ May import: its folder, step and below. Trusted: yes.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dpfunc import clipping, noise, sampling
 from dpfunc._utils.validation import shorten, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import KINDS
-from dpfunc.checkpoint.journal import Taken
+from dpfunc.checkpoint.journal import Taken, charged_for
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import Key
@@ -31,17 +31,6 @@ _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for n
 _PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if is_dataclass(cls)}
 # Fields of a state that are JSON values.
 _KEPT = ("step", "limit", "charged", "drawn", "num_records", "released", "telemetry", "clip_state")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Result of `load`. `params` and `optimizer_state` are released; `state` holds the key and is not."""
-
-    params: dict[str, torch.Tensor]
-    optimizer_state: Mapping[str, Any] | None
-    state: StepState
-    extra: Mapping[str, Any]
-    path: Path
 
 
 def data_fingerprint(data: Batch | str, key: Key) -> str:
@@ -85,15 +74,6 @@ def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, T
         ledger=Ledger.from_json(json.dumps(values["ledger"])), plan=plan_digest(plan),
     )  # fmt: skip
     return charged_for(state, plan, taken)
-
-
-def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState:
-    """A state that pays for all steps up to the last of those that its run has taken."""
-    later = max(taken, default=-1) + 1
-    if later <= state.charged:
-        return state
-    cost = Ledger(plan.events(state.charged, later), plan.adjacency)
-    return state._replace(charged=later, ledger=state.ledger.compose(cost))
 
 
 def key_of(values: Mapping[str, Any]) -> Key:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dpfunc._utils.processes import distributed, is_dtensor, local, shard_dims
 from dpfunc._utils.validation import refuse, shorten
-from dpfunc.checkpoint._folder import METADATA
 from dpfunc.checkpoint._format import describe
+from dpfunc.checkpoint.folder import METADATA
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.types import Params
 

@@ -16,7 +16,7 @@ from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import checked, refuse, wrong_type
 from dpfunc.accounting import Ledger, compose
 from dpfunc.accounting.ledger import from_values, to_values
-from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint import chain
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.errors import CheckpointError, LedgerConflict
 from dpfunc.types import Adjacency, Event
@@ -296,6 +296,15 @@ def whole_ledger(runs: Collection[Mapping[int, Taken]]) -> Ledger:
     for taken in (taken for run in runs for taken in run.values() if taken.before):
         before = before.compose(Ledger(taken.before, taken.adjacency).beyond(before))
     return own.compose(before)
+
+
+def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState:
+    """A state that pays for all steps up to the last of those that its run has taken."""
+    later = max(taken, default=-1) + 1
+    if later <= state.charged:
+        return state
+    cost = Ledger(plan.events(state.charged, later), plan.adjacency)
+    return state._replace(charged=later, ledger=state.ledger.compose(cost))
 
 
 def _written(events: Iterable[Event]) -> list[Any]:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -23,11 +23,11 @@ from dpfunc._utils.files import SAVING, remove, sha256, sweep, sync_directory, s
 from dpfunc._utils.locks import in_use
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wrong_type
-from dpfunc.checkpoint import _folder as folder
 from dpfunc.checkpoint import _format as form
-from dpfunc.checkpoint._chain import Head, append_line, known_end, read_chain
+from dpfunc.checkpoint import folder
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, known_notes, layout, lineage_of, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empty, encode, read_table, read_tensors, room, write_tensors
+from dpfunc.checkpoint.chain import Head, append_line, known_end, read_chain
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
@@ -47,6 +47,23 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "params": (Mapping, "params to be a mapping name -> tensor"),
     "optimizer_state": ((Mapping, NoneType), "the result of optimizer.state_dict()"),
 }
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` has read of a run.
+
+    Args:
+        params, optimizer_state: laid out as `load` says. Released.
+        state: to take the next step from. It holds the key of the run, and is not released.
+        extra: the JSON values that `save` was given. path: of the checkpoint.
+    """
+
+    params: dict[str, Tensor]
+    optimizer_state: Mapping[str, Any] | None
+    state: StepState
+    extra: Mapping[str, Any]
+    path: Path
 
 
 def save(
@@ -216,7 +233,7 @@ def load(
     recharge: bool = False,
     without_journal: Literal["refuse", "new_key"] = "refuse",
     later_runs: LaterRuns = "refuse",
-) -> form.Checkpoint:
+) -> Checkpoint:
     """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
     In the layout in which it was saved the steps after the checkpoint are repeated bit for bit, on the same data, at no
@@ -322,7 +339,7 @@ def load(
     state = resumed(form.state_from_dict(decided["state"], plan, {}))._replace(
         noise_state=noise, journal="" if file is None else str(file.absolute()), journal_lines=decided["lines"]
     )
-    return form.Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
+    return Checkpoint({n: tensors[PARAMS + n] for n in params}, optimizer, state, values["extra"], path)
 
 
 def _refuse_copy(place: str | None, end: Head, file: Path) -> None:

@@ -15,7 +15,7 @@ from dpfunc._utils.validation import digest, expect, fail, integer, positive
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.ledger import to_values
 from dpfunc.accounting.record import NOT_COVERED, RECORD_FILE, SETTINGS, Record, check_field, recorded
-from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint import chain
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger, whole_ledger
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence._basis import CLAIM, Basis, Values, events_in

@@ -5,10 +5,10 @@ May import: its folder, batches, rng and below. Trusted: no.
 
 from dpfunc.batches import deal
 from dpfunc.sampling import users
-from dpfunc.sampling._records import data_name
 from dpfunc.sampling.base import Sampler
 from dpfunc.sampling.fixed import FixedSize, InOrder, RandomAllocation, Shuffled, ShuffledOnce
 from dpfunc.sampling.poisson import CappedPoisson, CyclicPoisson, Poisson
+from dpfunc.sampling.records import data_name
 from dpfunc.sampling.views import mean_over_views
 
 __all__ = [

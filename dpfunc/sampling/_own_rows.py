@@ -6,24 +6,21 @@ A step cannot see what a collate function, or a data set that reads several reco
 that changes the rows of others (mixed images, values standardised over the batch) has no bounded influence.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pickle import PickleError
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dpfunc.batches import dense, filled
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, cpu_generators, cpu_seeds
+from dpfunc.sampling.records import collated
 from dpfunc.types import Batch
 
 _ROUNDING = 1e-4  # of the largest number of a row
-_UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, OSError, copy.Error, PickleError)
 _MOST = 64  # records of a batch that are compared: they are copied
 
 
@@ -84,25 +81,6 @@ def check_reading(dataset: Any, index: int, record: Any, key: Key) -> None:
             "one. One record would change the gradients of others, and epsilon would not hold. Let transforms work on "
             "each record by itself, without statistics of those that are read with it."
         )
-
-
-class _Cloning(TorchFunctionMode):
-    """Mode in which a deep copy of a tensor has its numbers: torch's own copies all the memory that it is a view of."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = func is Tensor.__deepcopy__ and type(args[0]) is Tensor and not args[0].__dict__
-        return args[0].clone() if plain and not args[0].requires_grad else func(*args, **(kwargs or {}))
-
-
-def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
-    """A batch of copies, as a collate function may change its records; None where they cannot be copied."""
-    try:
-        with _Cloning():
-            copied = [copy.deepcopy(record) for record in records]
-    except _UNCOPIED:  # open files, locks, tensors of a graph
-        return None
-    batch = collate(copied)
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _row_of(batch: Batch | None, row: int) -> dict[str, Tensor | None]:

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from dpfunc._utils.validation import warn
 from dpfunc.errors import InvalidArgument, RecordsWarning
-from dpfunc.sampling._records import digest
+from dpfunc.sampling.records import digest
 
 _COMPARED = 256  # records of a batch
 _ADVICE = (

@@ -161,7 +161,7 @@ def trouble_while_saving(folder, moments):
     """Save, then save again while one process has trouble, once for each of (moment, rank, what happens)."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from dpfunc.checkpoint import _folder as folder_module
+    from dpfunc.checkpoint import folder as folder_module
     from dpfunc.checkpoint import saving
 
     places = {

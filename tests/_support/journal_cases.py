@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpfunc.checkpoint._chain import Position, append_chained, follow, locked
+from dpfunc.checkpoint.chain import Position, append_chained, follow, locked
 
 
 def written(path, *all_values):

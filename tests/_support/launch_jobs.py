@@ -19,7 +19,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import distributed, sampling, state
-from dpfunc.checkpoint import _chain as chain
+from dpfunc.checkpoint import chain as chain
 from dpfunc.checkpoint import saving
 from dpfunc.cli.main import main
 from dpfunc.hf.trainer import _files as trainer_state

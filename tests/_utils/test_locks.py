@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpfunc._utils.locks import LOCK_FILE, abandoned, in_use, only_process
-from dpfunc.checkpoint._chain import locked
+from dpfunc.checkpoint.chain import locked
 from dpfunc.errors import InvalidArgument
 
 HOLD = """

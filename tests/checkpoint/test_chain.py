@@ -7,8 +7,8 @@ from journal_cases import line, written
 from run_cases import PLAN, Run, start, steps
 
 from dpfunc import Journal
-from dpfunc.checkpoint import _chain as chain
-from dpfunc.checkpoint._chain import Head, follow, head_path, read_head, write_head
+from dpfunc.checkpoint import chain as chain
+from dpfunc.checkpoint.chain import Head, follow, head_path, read_head, write_head
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError
 from dpfunc.state import allow_repeat

@@ -19,7 +19,7 @@ from run_cases import DATA, PLAN, Run, start, steps
 from dpfunc import Journal, Ledger, make_dp_step, take
 from dpfunc._utils.validation import signed
 from dpfunc.accounting import Event
-from dpfunc.checkpoint._chain import head_path
+from dpfunc.checkpoint.chain import head_path
 from dpfunc.checkpoint.costs import read_cost, read_spent
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, StateReused

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dpfunc import Ledger, sampling
 from dpfunc.checkpoint import saving
-from dpfunc.checkpoint._folder import all_checkpoints
 from dpfunc.checkpoint._resume_policy import NOTES, known_notes, layout
+from dpfunc.checkpoint.folder import all_checkpoints
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, LedgerConflict
 from dpfunc.rng import fingerprint

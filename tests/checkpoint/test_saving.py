@@ -162,7 +162,7 @@ def test_a_file_in_the_place_of_a_folder(tmp_path):
 
 
 def test_another_error_is_not_taken_for_one_of_the_disk(run, monkeypatch):
-    monkeypatch.setattr("dpfunc.checkpoint._folder.free_name", lambda *_: 1 / 0)
+    monkeypatch.setattr("dpfunc.checkpoint.folder.free_name", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.save()
     assert issubclass(NotWritten, CheckpointError)

@@ -14,8 +14,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.batches import batch_size
 from dpfunc.errors import InvalidArgument, RunWarning
 from dpfunc.rng import insecure_key
-from dpfunc.sampling._loader import Collate, Drawn, Draws, Once, Records, without_rows
-from dpfunc.sampling._records import batches_name
+from dpfunc.sampling.loader import Collate, Drawn, Draws, Once, Records, without_rows
+from dpfunc.sampling.records import batches_name
 from dpfunc.state import StepState, allow_repeat
 
 N = 40

@@ -18,8 +18,8 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
-from dpfunc.sampling._loader import CHECKED_IN
 from dpfunc.sampling._own_rows import check_reading, check_rows, same
+from dpfunc.sampling.loader import CHECKED_IN
 
 KEY = insecure_key(0)
 IMAGES = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i)), "y": torch.eye(4)[i % 4]} for i in range(6)]

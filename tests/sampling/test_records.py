@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpfunc.sampling._records import data_name
+from dpfunc.sampling.records import data_name
 
 
 class Elsewhere:

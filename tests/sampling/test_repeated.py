@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, rand
 
 from dpfunc import Plan, clipping, sampling, secure_key
 from dpfunc.errors import InvalidArgument, RecordsWarning
-from dpfunc.sampling._loader import check_readable
+from dpfunc.sampling.loader import check_readable
 from dpfunc.state import first_state
 
 X = torch.arange(120.0).view(40, 3)

@@ -134,9 +134,9 @@ def test_processes_read_their_own_views():
     rows = [[], []]
     for rank in range(2):
         ranks = Ranks(None, None, rank, 2, independent=True)
-        draws = sampling._loader.Draws(plan.sampler, state.key, lambda: range(4), 4, ranks.rank, ranks.size, views=K)
-        collate = sampling._loader.Collate(torch.utils.data.default_collate, views=K)
-        rows[rank] = list(sampling._loader.data_loader(Augmented(), draws, collate))
+        draws = sampling.loader.Draws(plan.sampler, state.key, lambda: range(4), 4, ranks.rank, ranks.size, views=K)
+        collate = sampling.loader.Collate(torch.utils.data.default_collate, views=K)
+        rows[rank] = list(sampling.loader.data_loader(Augmented(), draws, collate))
     for step, (one, two) in enumerate(zip(*rows, strict=True)):
         together = torch.cat([one["y"][:, 0], two["y"][:, 0]]).sort().values
         assert torch.equal(together, plan.draw(state, step).sort().values)

@@ -13,7 +13,7 @@ from job_faults import JOB_FAULTS, finished
 from text_job import run as command
 
 import dpfunc
-from dpfunc.checkpoint import _chain
+from dpfunc.checkpoint import chain
 from dpfunc.evidence.neighbours import Rows, compare
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.train import _evidence
@@ -82,10 +82,10 @@ def other_rate(folder):
 def shorter_journal(folder):
     """Its end is cut, with what says where it ends."""
     journal = folder / "privacy_journal.jsonl"
-    lines, ends = journal.read_text().splitlines(keepends=True), [end for end, _ in _chain.read_chain(journal)]
+    lines, ends = journal.read_text().splitlines(keepends=True), [end for end, _ in chain.read_chain(journal)]
     journal.write_text("".join(lines[:-1]))
     assert command("verify", folder, "--candidates", "1").exit_code == 1  # its head says how many lines there are
-    _chain.write_head(journal, ends[-2])
+    chain.write_head(journal, ends[-2])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from text_job import ENVIRONMENT, JOURNAL, MODES, at_events, files, interrupt_at, record, run, same, train
 from trainer_cases import again
 
-from dpfunc.checkpoint._chain import known_end
+from dpfunc.checkpoint.chain import known_end
 from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.train._config_file import read_job

@@ -21,8 +21,7 @@ from dpfunc.hf._facts import Facts, base_model, evaluating, facts_of_model
 from dpfunc.hf.losses import IGNORED
 from dpfunc.hf.tasks import CLASSES, problem_of
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
-from dpfunc.sampling._own_rows import collated
-from dpfunc.sampling._records import read, spread
+from dpfunc.sampling.records import collated, read, spread
 from dpfunc.types import Batch, LossFn, Params
 
 _COLUMNS = ("labels", "label", "label_ids")  # collators of Transformers take each of them for the labels

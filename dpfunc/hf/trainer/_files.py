@@ -12,10 +12,9 @@ from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE, Record
 from dpfunc.budget.budget import KEPT
-from dpfunc.checkpoint import _folder as folder
-from dpfunc.checkpoint._chain import RESTORE
-from dpfunc.checkpoint._format import Checkpoint, charged_for
-from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
+from dpfunc.checkpoint import Checkpoint, folder
+from dpfunc.checkpoint.chain import RESTORE
+from dpfunc.checkpoint.journal import charged_for, check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.saving import load
 from dpfunc.distributed import all_or_none
 from dpfunc.distributed.ranks import Ranks

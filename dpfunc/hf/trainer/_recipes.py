@@ -20,7 +20,7 @@ from dpfunc.hf.trainer._run import trainable
 from dpfunc.hf.trainer._settings import changed, word
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.recipes import Recipe, Strategy, recipe
-from dpfunc.sampling._loader import check_readable
+from dpfunc.sampling.loader import check_readable
 
 PHYSICAL = 64  # records differentiated at once where nobody says how many
 # What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.

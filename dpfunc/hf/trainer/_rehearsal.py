@@ -30,8 +30,8 @@ from dpfunc.hf.trainer._saved import check_read_back, silent
 from dpfunc.hf.trainer._settings import changed
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT, tried
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
-from dpfunc.sampling._loader import Collate, Drawn
-from dpfunc.sampling._records import read, spread
+from dpfunc.sampling.loader import Collate, Drawn
+from dpfunc.sampling.records import read, spread
 from dpfunc.updates import set_grads
 
 _KEY = insecure_key(0)

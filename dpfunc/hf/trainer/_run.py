@@ -22,7 +22,7 @@ from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.record import Record
 from dpfunc.batches import batch_size, rows
-from dpfunc.checkpoint._format import Checkpoint
+from dpfunc.checkpoint import Checkpoint
 from dpfunc.clipping import Telemetry
 from dpfunc.distributed.fsdp import functionalize_managed
 from dpfunc.distributed.ranks import Ranks, check_launch

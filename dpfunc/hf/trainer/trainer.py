@@ -25,8 +25,8 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
-from dpfunc.checkpoint._chain import known_end
-from dpfunc.checkpoint._format import Checkpoint
+from dpfunc.checkpoint import Checkpoint
+from dpfunc.checkpoint.chain import known_end
 from dpfunc.checkpoint.journal import Journal
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.checkpoint.record import make_record
@@ -49,8 +49,8 @@ from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, secure_key
 from dpfunc.sampling import data_name, mean_over_views
-from dpfunc.sampling._loader import Collate, Draws, check_readable, data_loader
-from dpfunc.sampling._records import check_repeatable
+from dpfunc.sampling.loader import Collate, Draws, check_readable, data_loader
+from dpfunc.sampling.records import check_repeatable
 from dpfunc.state import StepState
 from dpfunc.step import DPStep, make_dp_step
 from dpfunc.updates import set_grads

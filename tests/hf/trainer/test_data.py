@@ -18,7 +18,7 @@ from transformers import FNetConfig, FNetForSequenceClassification, XGLMConfig, 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer.trainer import DPTrainer
-from dpfunc.sampling._records import spread
+from dpfunc.sampling.records import spread
 
 CLASSES, NUMBERS, SHARES = "classes 0 <= label < 3, or -100", "finite numbers in 'label'", "3 numbers from 0 to 1"
 ONE, TOKENS = "sequence_classification", "token_classification"

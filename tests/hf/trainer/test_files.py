@@ -13,7 +13,7 @@ from journal_cases import written
 from record_cases import record
 
 import dpfunc
-from dpfunc.checkpoint._chain import head_path, known_end
+from dpfunc.checkpoint.chain import head_path, known_end
 from dpfunc.checkpoint.costs import read_spent
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import CheckpointError, InvalidArgument, LedgerConflict, NotWritten

@@ -20,7 +20,7 @@ import dpfunc
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD
 from dpfunc.budget import Budget
-from dpfunc.checkpoint._chain import known_end
+from dpfunc.checkpoint.chain import known_end
 from dpfunc.clipping import Statistic, Telemetry
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, NotWritten
 from dpfunc.functional import functionalize

@@ -27,7 +27,7 @@ from dpfunc.hf.vision_language._images import IGNORED, image_text_collator
 from dpfunc.hf.vision_language._strategies import strategy_table
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
-from dpfunc.sampling._loader import without_rows
+from dpfunc.sampling.loader import without_rows
 from dpfunc.train._dataset import _asked
 from dpfunc.train.config import DataSection
 

@@ -16,9 +16,9 @@ from dpfunc.batches import batch_size, deal, own_records, rows, take, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, fold_in, torch_seed
 from dpfunc.sampling._own_rows import check_reading, check_rows
-from dpfunc.sampling._records import read
 from dpfunc.sampling._repeated import refuse_repeated, warn_of_equal
 from dpfunc.sampling.base import Sampler
+from dpfunc.sampling.records import read
 from dpfunc.types import Batch
 
 # Of so many steps the batch of one is checked, the first included; more would take a fifth of a small batch's time.
@@ -26,6 +26,8 @@ CHECKED_IN = 100
 
 
 class Drawn(NamedTuple):
+    """A record that a step has drawn, as it is sent to the process that reads it."""
+
     key: Key  # of this step and this process, for random augmentation; that of the run is not sent to workers
     record: int
     real: bool = True  # not one that is read in place of those of an empty draw

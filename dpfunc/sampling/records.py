@@ -1,19 +1,22 @@
-"""Records of a data set: read by index, and recognised by a digest of their contents.
+"""Records of a data set: read by index, collated as copies, and recognised by a digest of their contents.
 
 May import: its folder, batches, rng and below. Trusted: yes.
 """
 
+import copy
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
+from pickle import PickleError
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dpfunc.batches import filled
 from dpfunc.errors import InvalidArgument
@@ -26,11 +29,13 @@ _WHOLE_ELSEWHERE = 20_000  # of a data set that may read, tokenize or decode eac
 _RECOGNISED = 1024  # of larger ones
 _PROBED = 16  # at once
 _NUMBERS = frozenset((int, float, bool))
+_UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, OSError, copy.Error, PickleError)
 # Records may name files of images, which are read when the record is drawn.
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """The records of a data set at these indices, read at once where it has `__getitems__`."""
     at_once = getattr(dataset, "__getitems__", None)
     return list(at_once(list(indices))) if at_once else [dataset[index] for index in indices]
 
@@ -91,7 +96,27 @@ def check_repeatable(dataset: Any, collate: Callable[[list[Any]], Batch]) -> Non
         )
 
 
+class _Cloning(TorchFunctionMode):
+    """Mode in which a deep copy of a tensor has its numbers: torch's own copies all the memory that it is a view of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = func is Tensor.__deepcopy__ and type(args[0]) is Tensor and not args[0].__dict__
+        return args[0].clone() if plain and not args[0].requires_grad else func(*args, **(kwargs or {}))
+
+
+def collated(collate: Callable[[list[Any]], Batch], records: Sequence[Any]) -> Batch | None:
+    """A batch of copies, as a collate function may change its records; None where they cannot be copied."""
+    try:
+        with _Cloning():
+            copied = [copy.deepcopy(record) for record in records]
+    except _UNCOPIED:  # open files, locks, tensors of a graph
+        return None
+    batch = collate(copied)
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
 def spread(length: int, count: int) -> list[int]:
+    """At most `count` indices, evenly spread over a length, the first and the last one included."""
     return sorted({int(index) for index in np.linspace(0, length - 1, min(length, count))})
 
 
