@@ -139,18 +139,22 @@ class ClippedGrad:
             return getattr(self._microbatches.prepare(params, batch), "facts", "")
 
     def __call__(
-        self, params: Params, batch: Batch, *,
-        mask_B: Tensor | None = None, key: Key | None = None, checked: bool = False, clip: StepClip | None = None,
-        places: Sequence[int] | None = None,
-    ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
-        """The clipped sum over the batch, and its losses and norms.
+        self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
+    ) -> tuple[ClippedSum, Unreleased]:
+        """The clipped sum over the batch by the rule of the first step, and its losses and norms."""
+        clip = self.at(0, None)
+        check_params(params)
+        refuse_narrow_range(params)
+        return self.of_step(clip, params, batch, mask_B=mask_B, key=key)
 
-        With `checked`, params were looked at before. Rows draw the random numbers of `places`; None: of their own.
+    def of_step(
+        self, clip: StepClip, params: Params, batch: Batch, *,
+        mask_B: Tensor | None, key: Key | None, places: Sequence[int] | None = None,
+    ) -> tuple[ClippedSum, Unreleased]:  # fmt: skip
+        """The same by the rule of a step, of parameters that were checked.
+
+        Rows draw the random numbers of `places`; None: of their own.
         """
-        clip = self.at(0, None) if clip is None else clip
-        if not checked:
-            check_params(params)
-            refuse_narrow_range(params)
         try:
             with _TURN:
                 return self._compute(params, batch, mask_B, key, clip, places)

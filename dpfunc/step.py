@@ -6,7 +6,7 @@ May import: calls, recipes, state and below. Trusted: yes.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -194,16 +194,13 @@ class DPStep:
         # Replicas draw different dropout for their different records.
         rank = (self.ranks.rank,) if self.ranks and self.ranks.rank else ()
         key = fold_in(fold_in(state.key, "step", state.step), "dropout", *rank)
+        sums = partial(self.clipped_grad.of_step, clip, key=key, places=self._places(rows))
         if self.ranks is None:
             with process_context("independent"), ranges_told(rows.batch):
-                return self.clipped_grad(
-                    params, rows.batch, mask_B=rows.mask_B, key=key, checked=True, clip=clip, places=self._places(rows)
-                )
+                return sums(params, rows.batch, mask_B=rows.mask_B)
         with gathered(params, self.ranks) as whole, ranges_told(rows.batch):
             batch, mask_B = padded(rows, self.ranks)
-            return self.clipped_grad(
-                whole, batch, mask_B=mask_B, key=key, checked=True, clip=clip, places=self._places(rows)
-            )
+            return sums(whole, batch, mask_B=mask_B)
 
     def _places(self, rows: Rows) -> Sequence[int] | None:
         """Positions whose random numbers the rows draw, where they are not their own: of a step that is replayed."""

@@ -285,13 +285,18 @@ def in_lockstep() -> bool:
     return _lockstep_group() is not None
 
 
+def message_device(group: dist.ProcessGroup) -> torch.device:
+    """Device for small messages of a group: the CPU, unless the backend only knows accelerators."""
+    only_cuda = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
+
+
 def on_any_process(flag: bool) -> bool:
     """True if a flag is set on this process, or on one with other records that runs in lockstep with it."""
     group = _lockstep_group()
     if group is None:
         return flag
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    count = torch.tensor([flag], dtype=torch.float32, device=device)
+    count = torch.tensor([flag], dtype=torch.float32, device=message_device(group))
     arrived(dist.all_reduce(count, dist.ReduceOp.MAX, group=group, async_op=True))
     return bool(count > 0)
 

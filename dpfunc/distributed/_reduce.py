@@ -13,9 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import Window, arrived, distributed, is_dtensor, local, process_context, shard_dims
+from dpfunc._utils.processes import (
+    Window,
+    arrived,
+    distributed,
+    is_dtensor,
+    local,
+    message_device,
+    process_context,
+    shard_dims,
+)
 from dpfunc._utils.validation import shorten
-from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over, message_device
+from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over
 from dpfunc.engines._numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism, Turn

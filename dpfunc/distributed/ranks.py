@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import broken, initialized, is_dtensor, shard_dims
+from dpfunc._utils.processes import broken, initialized, is_dtensor, message_device, shard_dims
 from dpfunc._utils.validation import expect, fail
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch
@@ -94,12 +94,6 @@ def _held(reference: _Reference) -> dist.ProcessGroup:
     if group in broken:
         raise StepAborted(broken[group])
     return group
-
-
-def message_device(group: dist.ProcessGroup) -> torch.device:
-    """Device for small messages of a group: the CPU, unless the backend only knows accelerators."""
-    only_cuda = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
 
 
 def axes_over(param: Tensor, ranks: Ranks, *, tensor: bool = False) -> tuple[int, ...]:
