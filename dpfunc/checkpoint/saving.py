@@ -103,7 +103,7 @@ def save(
         StateReused: without a journal, a state after which this process released steps: nothing would count them.
         RankMismatch: the processes hold different states, plans or unsharded tensors: nothing was saved.
         CheckpointError: the directory has checkpoints of another run, or another process could not write its part.
-        NotWritten: this process could not. UnsupportedModel: several processes with an older torch.
+        NotWritten: this process could not.
 
     Guarantees:
         tests/checkpoint/test_folder.py: nothing is overwritten (test_nothing_is_overwritten);

@@ -114,7 +114,7 @@ def shard_frozen(
 
     Raises:
         InvalidArgument: no such layer, no trained parameter, or trained parameters for an adapter.
-        UnsupportedModel: the module is sharded already, or an older torch.
+        UnsupportedModel: the module is sharded already.
 
     Guarantees:
         the released gradients are those of one process without sharding

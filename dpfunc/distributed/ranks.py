@@ -167,7 +167,6 @@ def sharded(
     Raises:
         InvalidArgument: dimensions that the mesh does not have, that are named twice or not at all, or that are meant
             for context, sequence or pipeline parallelism.
-        UnsupportedModel: an older torch.
     """
     _check_initialised()
     named = tuple(mesh.mesh_dim_names or ())
