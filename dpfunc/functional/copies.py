@@ -37,7 +37,7 @@ def uncopied(module: nn.Module) -> str:
     """Why a module cannot be copied, and by which attributes; empty if it can. The memory of tensors is not copied.
 
     Guarantees:
-        tests/functional/test_forward.py::test_a_module_that_cannot_be_copied_is_named_before_the_run.
+        tests/functional/test_copies.py::test_a_module_that_cannot_be_copied_is_named_before_the_run.
     """
     tensors = _tensors(module)
     problem = _problem(module, tensors)

@@ -1,4 +1,4 @@
-"""functionalize: a pure function, under vmap, grad and torch.compile, and a module that never changes; what cannot be one."""
+"""functionalize: a pure function, under vmap, grad and torch.compile, and a module that never changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import warnings
-from threading import Lock
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from module_cases import IDS, assert_close, logits, loop, per_sample, same, snap
 from new_python import python
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
 
 import dpfunc
 from dpfunc import engines
 from dpfunc.clipping import Flat
-from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
+from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
-from dpfunc.functional.copies import uncopied
-from dpfunc.rng import insecure_key
 from dpfunc.state import allow_repeat
 
 
@@ -196,91 +192,6 @@ def test_compiled_whole(name):
     assert_close(rows, expected)
     assert_close(rows, loop(forward, params, x))
     assert torch.allclose(norms, expected_norms, rtol=1e-4)
-
-
-def batchnorm_model():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
-
-
-def checkpointing():
-    model = tiny_bert().train()
-    model.activation_checkpointing_enable()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (batchnorm_model, r"2 BatchNorm layers in training mode.*1, 4.*dpfunc.functional.replace_batchnorm"),
-        (lambda: nn.BatchNorm1d(3, track_running_stats=False).eval(), "1 BatchNorm layers"),
-        (checkpointing, r"Gradient checkpointing is on.*gradient_checkpointing_disable\(\)"),
-        (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "embeddings 0 have max_norm"),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), r"the module \(DataParallel\).*Take its \.module.*one process a device"),
-        (lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), r"0 \(DataParallel\)"),
-    ],
-)  # fmt: skip
-def test_modules_that_cannot_work_are_refused(make, message):
-    with pytest.raises(UnsupportedModel, match=message):
-        functionalize(make())
-
-
-def test_batchnorm_switched_on_later_is_refused():
-    module = batchnorm_model().eval()
-    forward, params = functionalize(module)
-    forward(params, torch.randn(1, 3, 8, 8))
-    module.train()
-    with pytest.raises(UnsupportedModel, match="2 BatchNorm layers"):
-        forward(params, torch.randn(1, 3, 8, 8))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.layer, self.use_reentrant = nn.Linear(3, 3), use_reentrant
-
-    def forward(self, x):
-        return checkpoint(lambda y: torch.tanh(self.layer(y)), x, use_reentrant=self.use_reentrant)
-
-
-def test_checkpointing_inside_the_module_is_refused():
-    """Recomputing would take the module's own parameters: the gradient would be that of other parameters."""
-    module = Checkpointed(False)
-    forward, params = functionalize(module)
-    x = torch.ones(1, 3)
-    with torch.no_grad():  # harmless
-        assert torch.equal(forward(params, x), module(x))
-    with torch.autograd.graph.save_on_cpu():  # hooks are allowed again after the call
-        pass
-    with pytest.raises(UnsupportedModel, match=r"uses gradient checkpointing.*gradient_checkpointing_disable"):
-        forward({name: p.requires_grad_() for name, p in params.items()}, x)
-    with pytest.raises(UnsupportedModel, match="uses gradient checkpointing"):
-        per_sample(forward, params, x)
-
-
-def test_reentrant_checkpointing_is_refused():
-    """It would cut the parameters off, or write gradients into the module's own; before the call it is harmless."""
-    x = torch.ones(1, 3, requires_grad=True)
-    forward, params = functionalize(Checkpointed(True))
-    leaves = {name: p.requires_grad_() for name, p in params.items()}
-    with pytest.raises(UnsupportedModel, match=r"reentrant gradient checkpointing.*gradient_checkpointing_disable"):
-        forward(leaves, x)
-    with pytest.raises(RuntimeError, match="setup_context"):  # torch itself
-        per_sample(forward, params, torch.ones(2, 3))
-    forward, params = functionalize(nn.Linear(3, 3))
-    leaves = {name: p.requires_grad_() for name, p in params.items()}
-    assert forward(leaves, checkpoint(torch.tanh, x, use_reentrant=True)).requires_grad
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_around_the_whole_call_is_right(use_reentrant):
-    forward, params = functionalize(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)))
-    params = {name: (p + 1).requires_grad_() for name, p in params.items()}
-    x = torch.randn(2, 3)
-    call = lambda y, *values: forward(dict(zip(params, values, strict=True)), y).sum()
-    checkpoint(call, x, *params.values(), use_reentrant=use_reentrant).backward()
-    got = [p.grad for p in params.values()]
-    expected = torch.autograd.grad(forward(params, x).sum(), list(params.values()))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 class InPlace(nn.Module):
@@ -592,57 +503,6 @@ def test_one_dictionary_for_two_modules_is_refused(engine, kind):
             run()
     else:
         assert all(value.any() for value in run()[0].sums.values())
-
-
-class Counted:
-    """Copying is refused by the object's own class."""
-
-    def __deepcopy__(self, memo):
-        raise NotImplementedError("one in the process")
-
-
-UNCOPIED = {
-    "a lock": (Lock, "TypeError"),
-    "a module of Python": (lambda: io, "TypeError"),
-    "a generator of Python": (lambda: (i for i in range(3)), "TypeError"),
-    "a generator of torch, in a list": (lambda: [torch.Generator()], None),
-    "a class that refuses it": (Counted, "NotImplementedError: one in the process"),
-    "a function without a name, and tensors": (lambda: [lambda x: x, torch.ones(2)], None),
-}
-
-
-@pytest.mark.parametrize("name", UNCOPIED)
-def test_a_module_that_cannot_be_copied_is_named_before_the_run(name):
-    """`with_params` is the last line of a run: it fails exactly where the first one has said so."""
-    made, problem = UNCOPIED[name]
-    module = nn.Sequential(nn.Linear(2, 2))
-    module[0].held = made()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        _, params = functionalize(module)
-    if problem is None:
-        assert not said
-        assert torch.equal(with_params(module, params)[0].weight, module[0].weight)
-    else:
-        (warning,) = said
-        assert warning.category is RunWarning
-        assert warning.filename == __file__
-        assert f"Sequential.0.held: {problem}" in str(warning.message)
-        for last in (
-            lambda: with_params(module, params),
-            lambda: dpfunc.lora.attach(module, insecure_key(0), targets="0", rank=1, alpha=1),
-        ):
-            with pytest.raises(UnsupportedModel, match=r"Sequential\.0\.held"):
-                last()
-
-
-def test_the_check_of_copies_takes_no_memory_of_tensors():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module.table, module.tables = torch.ones(1000), [torch.ones(1000), {"a": torch.ones(1000)}]
-    module.register_buffer("kept", torch.ones(1000))
-    with torch.profiler.profile(profile_memory=True) as seen:
-        assert not uncopied(module)
-    assert not [each for each in seen.events() if each.name in ("aten::clone", "aten::copy_", "aten::empty_like")]
 
 
 class Box:
