@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
-from dpfunc._utils.memory import in_use
+from dpfunc._utils.memory import objects_of
 from dpfunc._utils.processes import local
 from dpfunc._utils.validation import shorten, warn
 from dpfunc.types import Params
@@ -136,7 +136,7 @@ class Calls:
 
 def _of_optimizers(stay: Sequence[str], params: Params) -> str:
     """Parameters that no optimizer holds; empty if no optimizer is found, or it may belong to something else."""
-    found = in_use(torch.optim.Optimizer)
+    found = objects_of(torch.optim.Optimizer)
     held = [tensor for each in found for group in each.param_groups for tensor in group["params"]]
     places = {local(tensor).untyped_storage()._cdata for tensor in held}
     rest = {name for name, p in params.items() if local(p).untyped_storage()._cdata not in places}

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import dpfunc
 from dpfunc import Ledger, clipping, sampling
-from dpfunc._utils.memory import in_use
+from dpfunc._utils.memory import objects_of
 from dpfunc.errors import InvalidArgument, RunWarning
 from dpfunc.state import StepState, allow_repeat
 
@@ -176,9 +176,9 @@ def taken(name, retried=False, steps=4, view=False):
 @pytest.fixture
 def only_own_optimizers(monkeypatch):
     """Optimizers that other tests have left in this process are none of this one."""
-    earlier = in_use(torch.optim.Optimizer)
+    earlier = objects_of(torch.optim.Optimizer)
     monkeypatch.setattr(
-        "dpfunc.calls.in_use", lambda kind: [o for o in in_use(kind) if all(o is not e for e in earlier)]
+        "dpfunc.calls.objects_of", lambda kind: [o for o in objects_of(kind) if all(o is not e for e in earlier)]
     )
 
 

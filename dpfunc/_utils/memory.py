@@ -17,7 +17,7 @@ _WORDS = re.compile(r"out of memory|can't allocate memory|not enough memory|_STA
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
-def in_use(kind: type[_Kind]) -> list[_Kind]:
+def objects_of(kind: type[_Kind]) -> list[_Kind]:
     """All objects of a class that are still in use, in the whole process."""
     if _existing(kind):  # most processes have none, and a collection looks at all that they have
         gc.collect()
