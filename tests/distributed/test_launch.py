@@ -34,7 +34,7 @@ def weights(folder):
     return load_file(folder / "model" / "adapter_model.safetensors")
 
 
-# Imports take longer than these runs do: one launch is killed, and a second one does all the rest.
+# Imports take longer than these runs do: one launch, of forks, is killed, and a second one does all the rest.
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,18 @@ def launched(place, killed):
     generate = ("generate", "killed", *TEXTS, "--out", "two.jsonl")
     train = ("train", "job.yaml", *FLAGS, "--output_dir", "two")
     said = works(
-        JOBS, "all_parts", *KILLED, "--resume", "then", *generate, "then", *train, "then", "trainer", cwd=folder
+        JOBS,
+        "all_parts",
+        *KILLED,
+        "--resume",
+        "then",
+        *generate,
+        "then",
+        *train,
+        "then",
+        "trainer",
+        cwd=folder,
+        new=True,
     )
     return refused, *(dict(zip(launch_jobs.PARTS, text.split(launch_jobs.END), strict=False)) for text in said)
 
