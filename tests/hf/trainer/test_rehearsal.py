@@ -29,7 +29,8 @@ from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import insecure_key
 
 KEY = insecure_key(77)
-STEPS = {"max_steps": 4, "per_device_train_batch_size": 4}
+# One microbatch, but in large draws.
+STEPS = {"max_steps": 4, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
 
 
 def trainer_of(folder, model, data, **options):
@@ -363,7 +364,11 @@ def test_an_error_of_one_record_ends_the_run_without_its_words(tmp_path, caplog,
 
 def test_an_error_of_all_records_keeps_its_message(tmp_path):
     trainer = trainer_of(
-        tmp_path, classifier(), labelled(), loss=quoting("all"), changes={"per_device_train_batch_size": 16}
+        tmp_path,
+        classifier(),
+        labelled(),
+        loss=quoting("all"),
+        changes={"per_device_train_batch_size": 16, "gradient_accumulation_steps": 3},
     )
     with pytest.raises(KeyError, match="no such column"):
         trainer.train()

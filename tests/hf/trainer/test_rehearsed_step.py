@@ -42,7 +42,8 @@ def trainer_of(folder, optimizer=None, schedule=None, privacy=NOISY, **options):
     model = classifier(dropout=0.0)
     made = None if optimizer is None else optimizer(model.parameters())
     chosen = None if schedule is None else schedule(made)
-    changes = {"max_steps": STEPS, "per_device_train_batch_size": 8, **options.pop("changes", {})}
+    size = {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 1}  # one microbatch, but in large draws
+    changes = {"max_steps": STEPS, **size, **options.pop("changes", {})}
     return private(
         model, folder, data=labelled(40), privacy=privacy, optimizers=(made, chosen), changes=changes, **options
     )
