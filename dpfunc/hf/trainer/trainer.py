@@ -602,7 +602,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._run is not None:
             for name in [name for name in logs if name.startswith("train_") and name.endswith(_TIMES)]:
                 del logs[name]
-            for name in {"loss", "train_loss"} & logs.keys():
+            for name in [name for name in ("loss", "train_loss") if name in logs]:
                 loss = logs.pop(name)
                 if self.privacy.dp_log_unreleased:
                     logs[f"unreleased/{name}"] = loss
