@@ -46,6 +46,13 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     return min(1.0, math.exp(log_delta) * (1 + _ROUND_UP + _CANCELS / mu * max(1.0, -log_delta)))
 
 
+def gaussian_true_positives(false_positives: float, mu: float) -> float:
+    """The most true positives of a test with this share of false ones, rounded up."""
+    from scipy.special import ndtr, ndtri
+
+    return min(1.0, float(ndtr(ndtri(false_positives) + mu)) * (1 + _ROUND_UP))
+
+
 def _log_delta(epsilon: float, mu: float) -> float:
     from scipy.special import log_ndtr
 

@@ -16,45 +16,58 @@ import numpy as np
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._losses import MEANS, ULP, Array, Atoms, Direction, Law
-from dpfunc.accounting._prv import epsilon_at
 
 _ERROR = 2e-7  # relative to epsilon
 _FEWEST, _MOST = 2**14, 2**21  # points
 _LARGEST_EXPONENT = 600.0
 _WIDER = 1.01  # than for the epsilon of the aim
+_UNKNOWN = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
 
 
 def lattice_epsilon(base: aims.Sampled, aim: aims.Aim, delta: float) -> float:
     """A bound on epsilon, near that of the aim; infinite where the lattice would be too large."""
+    law = lattice_law(base, aim, delta, _ERROR)
+    left = (delta - float(law.infinite)) * (1 - 1e-9)
+    return losses.epsilon_at(law.loss, law.mass, left) if left > delta / 2 else math.inf
+
+
+def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float) -> Atoms:
+    """Positive losses of all steps together that dominate theirs, in order, without infinite ones of given laws.
+
+    All of the mass is infinite where the lattice would be too large.
+
+    Args:
+        base, aim: see `_tilted_aim`. delta: about that at the epsilon of the aim. error: relative to epsilon.
+    """
     from scipy.fft import irfft, next_fast_len, rfft
 
     t, length = aim.tilt, _WIDER * aim.epsilon + aim.period
     steepest = max(t, aim.slope)
     number_of_steps = float(base.steps.sum()) + sum(steps for steps, _ in base.fixed) + 1
-    width = math.sqrt(12 * _ERROR * aim.scale * aim.slope / (number_of_steps * steepest * (1 + steepest)))
+    width = math.sqrt(12 * error * aim.scale * aim.slope / (number_of_steps * steepest * (1 + steepest)))
     width = min(width, length / _FEWEST)
     kinds = _continuous(base, delta)
     points = sum(float(np.ptp(losses.loss_of(q, s, ends, base.direction))) for q, s, ends, _ in kinds) / width
     if max(points, length / width) > _MOST or max(t * aim.epsilon, length) > _LARGEST_EXPONENT:
-        return math.inf
+        return _UNKNOWN
     parts = [(_cells(q, s, ends, width, base.direction), steps) for q, s, ends, steps in kinds]
     parts += [(_apart(law, width), float(steps)) for steps, law in base.fixed]
     laws = [losses.tilt(atoms, steps, t) for atoms, steps in parts]
     starts = [float(atoms.loss[0]) for atoms, _ in parts]
     size = int(next_fast_len(math.ceil(length / width), real=True))
-    error = 16 * ULP * math.log2(size)  # of an FFT of masses that sum to 1
+    slip = 16 * ULP * math.log2(size)  # of an FFT of masses that sum to 1
     spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
     log_sizes = []
     for law, start in zip(laws, starts, strict=True):
         places = np.rint((law.loss + law.mean - start) / width).astype(np.int64) % size
         transform = rfft(np.bincount(places, law.weight, size))
         spectrum *= transform**law.steps
-        log_sizes.append(np.log(np.abs(transform) + error + law.error))
+        log_sizes.append(np.log(np.abs(transform) + slip + law.error))
     log_size = np.sum([law.steps * one for law, one in zip(laws, log_sizes, strict=True)], axis=0)
     # |d z^n| = n |z|^(n - 1) |dz|
-    noise = error * float(np.exp(log_size).sum())
+    noise = slip * float(np.exp(log_size).sum())
     for law, one in zip(laws, log_sizes, strict=True):
-        noise += law.steps * (error + law.error) * float(np.exp(log_size - one).sum())
+        noise += law.steps * (slip + law.error) * float(np.exp(log_size - one).sum())
     offset = math.fsum(law.steps * start for law, start in zip(laws, starts, strict=True))
     first = math.floor(-offset / width) + 1
     loss: Array = np.asarray(offset + width * (first + np.arange(size)), dtype=np.float64)
@@ -62,13 +75,12 @@ def lattice_epsilon(base: aims.Sampled, aim: aims.Aim, delta: float) -> float:
     rounding = 64 * ULP + sum(law.steps * law.error for law in laws)
     moment = math.fsum(law.steps * law.log_moment for law in laws)
     infinite = sum(law.steps * law.infinite for law in laws) + _beyond(laws, aim, float(loss[-1]))
-    left = (delta - infinite) * (1 - 1e-9)
-    if not left > delta / 2 or moment > _LARGEST_EXPONENT:
-        return math.inf
+    if moment > _LARGEST_EXPONENT:
+        return _UNKNOWN
     tilted = np.maximum(folded, 0.0) + 2 * noise / size
     mass: Array = tilted * np.exp(moment + rounding - t * loss)
     largest = sum(law.steps * float(np.abs(law.loss + law.mean).max()) for law in laws)
-    return epsilon_at(loss, mass, left) + 16 * ULP * largest
+    return Atoms(mass, loss + 16 * ULP * largest, np.asarray(infinite))
 
 
 def _continuous(base: aims.Sampled, delta: float) -> list[tuple[float, float, Array, float]]:
@@ -98,7 +110,7 @@ def _apart(law: Atoms, width: float) -> Atoms:
     below = np.floor((law.loss - low) / width)
     raised = law.mass * np.expm1(low + below * width - law.loss) / math.expm1(-width)
     places = np.concatenate([below, below + 1])
-    return Atoms(np.concatenate([law.mass - raised, raised]), low + places * width, law.infinite)
+    return Atoms(np.concatenate([law.mass - raised, raised]), low + places * width, np.zeros(()))
 
 
 def _beyond(laws: list[Law], aim: aims.Aim, end: float) -> float:

@@ -11,7 +11,7 @@ beyond the last cell counts as an infinite loss.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,6 +132,37 @@ class Atoms:
     mass: Array
     loss: Array
     infinite: Array
+
+
+def _sums_above(loss: Array, mass: Array) -> tuple[Array, Array, Array]:
+    """Positive losses, in order, and for each the probability of itself and larger ones under P and under Q."""
+    positive = loss > 0
+    t, p = loss[positive], mass[positive]
+    return t, np.cumsum(p[::-1])[::-1], np.cumsum((p * np.exp(-t))[::-1])[::-1]
+
+
+def epsilon_at(loss: Array, mass: Array, delta: float) -> float:
+    """The smallest epsilon >= 0 with `sum_{loss > epsilon} p (1 - e^(epsilon - loss)) <= delta`, of losses in order."""
+    t, above, scaled = _sums_above(loss, mass)
+    deltas = above - np.exp(t) * scaled  # delta at epsilon = t[i]; decreasing
+    if above[0] - scaled[0] <= delta:  # at epsilon = 0
+        return 0.0
+    i = int(np.argmax(deltas <= delta))
+    return max(0.0, float(np.log((above[i] - delta) / scaled[i])))
+
+
+def delta_curve(law: Atoms) -> Callable[[float], float]:
+    """Delta as a function of epsilon >= 0, rounded up; the inverse of `epsilon_at`."""
+    order = np.argsort(law.loss)
+    loss, above, scaled = _sums_above(law.loss[order], law.mass[order])
+    rounding = 4 * ULP * len(loss)
+
+    def delta(epsilon: float) -> float:
+        i = int(np.searchsorted(loss, epsilon, side="right"))
+        finite = 0.0 if i == len(loss) else float(above[i] * (1 + rounding) - math.exp(epsilon) * scaled[i])
+        return finite + float(law.infinite)
+
+    return delta
 
 
 def conserved(*totals: Array | float) -> None:

@@ -9,7 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpfunc.accounting._losses import DIRECTIONS, MEANS, Array, Direction, log_ratios, loss_of, part_masses, point
+from dpfunc.accounting._losses import (
+    DIRECTIONS,
+    MEANS,
+    Array,
+    Direction,
+    epsilon_at,
+    log_ratios,
+    loss_of,
+    part_masses,
+    point,
+)
 from dpfunc.accounting._rdp import FEW_ORDERS, ORDERS, SIGMA_MAX, loss_tail, rdp_epsilon
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Event
@@ -125,16 +135,3 @@ def mean_loss(q: float, s: float, direction: Direction, low: float, high: float)
     log_p, log_q = log_ratios(q, s, x, direction)
     density = np.exp(log_p - (x / s) ** 2 / 2) * weights
     return float(np.sum((log_p - log_q) * density) / np.sum(density))
-
-
-def epsilon_at(losses: Array, mass: Array, delta: float) -> float:
-    """The smallest epsilon >= 0 with `sum_{loss > epsilon} p (1 - e^(epsilon - loss)) <= delta`."""
-    positive = losses > 0
-    t, p = losses[positive], mass[positive]
-    above = np.cumsum(p[::-1])[::-1]
-    scaled = np.cumsum((p * np.exp(-t))[::-1])[::-1]
-    deltas = above - np.exp(t) * scaled  # delta at epsilon = t[i]; decreasing
-    if above[0] - scaled[0] <= delta:  # at epsilon = 0
-        return 0.0
-    i = int(np.argmax(deltas <= delta))
-    return max(0.0, float(np.log((above[i] - delta) / scaled[i])))

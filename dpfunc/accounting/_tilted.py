@@ -31,11 +31,12 @@ from numpy.typing import NDArray
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._lattice import lattice_epsilon
+from dpfunc.accounting._lattice import lattice_epsilon, lattice_law
 from dpfunc.accounting._losses import ULP, Array, Atoms, Direction, Fixed, Kind, Law, TiltedUnavailable
 from dpfunc.accounting._search import falling_root
 
-_MIN_DELTA, _MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 1e-200, 0.05, 1e4, 1e-12
+LEAST_DELTA = 1e-200
+_MIN_SIGMA, _MAX_SIGMA, _MIN_PROB = 0.05, 1e4, 1e-12
 _MAX_STEPS = 10**11
 _MAX_ROUNDS = 8
 _KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
@@ -44,6 +45,7 @@ _LARGEST_EPSILON = 700.0
 _NONE: Mapping[Direction, Sequence[Fixed]] = {}
 _SMOOTH_ERROR = 1e-5  # relative to epsilon
 _MAX_FREQUENCIES = 2**18
+_CURVE_ERROR = 2e-6  # relative to epsilon
 
 
 class _Bound(NamedTuple):
@@ -83,13 +85,20 @@ def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fix
     return aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)[0]
 
 
+def rough_delta(kinds: Sequence[Kind], direction: Direction, epsilon: float, fixed: Sequence[Fixed]) -> float:
+    """Fast estimate of delta by Laplace's method, in the domain of this accountant; not a bound."""
+    few = aims.sampled_losses(_within_domain(kinds, LEAST_DELTA), direction, LEAST_DELTA, 32, fixed)
+    t = aims.saddle(few, epsilon)
+    return min(max(math.exp(min(aims.log_integral(few, t) - t * epsilon, 0.0)), LEAST_DELTA), 0.5)
+
+
 def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
     """The kinds, with more noise or less sampling than float64 can serve rounded to the costlier side; sorted."""
     steps = as_float(sum(count for _, _, count in kinds))
     smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
     mu2 = losses.gaussian_part(kinds)
     for served, domain, found in (
-        (_MIN_DELTA <= delta < 1, f"delta >= {_MIN_DELTA:g}", f"delta={delta:g}"),
+        (LEAST_DELTA <= delta < 1, f"delta >= {LEAST_DELTA:g}", f"delta={delta:g}"),
         (steps <= _MAX_STEPS, f"at most {_MAX_STEPS:g} steps", f"{steps:.4g}"),
         (smallest >= _MIN_SIGMA, f"noise multipliers >= {_MIN_SIGMA:g}", f"{smallest:g}"),
         (mu2 < 1e12, "sum(T / sigma^2) < 1e12 of the steps without sampling", f"{mu2:g}"),
@@ -153,6 +162,16 @@ def one_direction(
         aim = aims.make_aim(few, best, steepness, aims.saddle(few, best), log_delta)
         best = min(best, lattice_epsilon(replace(base, fixed=finer), aim, delta))
     return _Bound(best, renyi)
+
+
+def law_near(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed]) -> Atoms:
+    """Losses of all steps that dominate theirs, hardly above them for deltas from the given one on; `lattice_law`."""
+    kinds, log_delta = _within_domain(kinds, delta), math.log(delta)
+    few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
+    about, t = aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)
+    t = min(t, (1 - 2 * log_delta) / about)  # a steeper one makes the rounding of smaller losses large
+    aim = aims.make_aim(few, about, t, t, log_delta)
+    return lattice_law(aims.sampled_losses(kinds, direction, delta, 0, fixed), aim, delta, _CURVE_ERROR)
 
 
 def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:

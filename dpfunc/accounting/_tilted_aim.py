@@ -100,12 +100,16 @@ def renyi_estimate(base: Sampled, near: float, log_delta: float) -> float:
 def laplace(few: Sampled, t: float, log_delta: float) -> tuple[float, float]:
     """Epsilon by Laplace's method at its own saddle, and the saddle; t: a first value of it."""
     about = 0.0
-    for _ in range(3):  # the value of the integrand at its saddle, times its width
-        spread = _spread(few, t)
-        width = math.log(2 * math.pi * (spread**2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
-        about = max((few.log_moment(t) - log_delta - math.log(t) - math.log1p(t) - width) / t, 0.1 * spread)
+    for _ in range(3):
+        about = max((log_integral(few, t) - log_delta) / t, 0.1 * _spread(few, t))
         t = saddle(few, about)
     return about, t
+
+
+def log_integral(base: Sampled, t: float) -> float:
+    """`log delta + t epsilon` at the epsilon whose saddle is t: the integrand at its saddle, times its width."""
+    width = math.log(2 * math.pi * (_spread(base, t) ** 2 + 1 / t**2 + 1 / (1 + t) ** 2)) / 2
+    return base.log_moment(t) - math.log(t) - math.log1p(t) - width
 
 
 def _spread(base: Sampled, t: float) -> float:

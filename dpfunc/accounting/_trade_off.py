@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from dpfunc._utils.validation import expect, non_negative, open_unit, unit_interval
-from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu
+from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu, gaussian_true_positives
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._search import falling_root, least
-from dpfunc.accounting.accountant import ROUNDING, all_take_part, sole_laws
+from dpfunc.accounting._tilted import LEAST_DELTA
+from dpfunc.accounting.accountant import ROUNDING, all_take_part, deltas_of, rough_delta
 from dpfunc.accounting.events import largest_loss
 from dpfunc.accounting.ledger import Ledger
 from dpfunc.errors import InvalidArgument
@@ -24,8 +23,7 @@ RATES = (0.001, 0.01, 0.1)  # false positives at which the page says how many tr
 
 _DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
 _WIDTH = 1.0  # of log delta, where the bound on true positives is least
-_GRID = 16  # parts of log delta
-_FINE, _FLAT = 1e-7, 5e-6  # the same for `TradeOff`, unless the bound is flat to this share of itself
+_NARROW, _FLAT = 1e-5, 1e-6  # parts of a range of epsilon, unless the bound is flat to this share of itself
 _SMALLEST = -460.0  # log of the least delta of `tilted`
 
 Point = tuple[float, float]  # delta, epsilon
@@ -42,9 +40,9 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
         ledger: what was released. epsilon: >= 0.
 
     Returns:
-        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else as far
-        above the truth as `tilted` is. 0 stands for less than 1e-199, or for nothing: a pure release at its epsilon; 1
-        if `tilted` says nothing.
+        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else not
+        further above the truth than `tilted` is. 0 stands for less than 1e-199, or for nothing: a pure release at its
+        epsilon; 1 if `tilted` says nothing.
 
     Raises:
         InvalidArgument: epsilon outside its domain.
@@ -65,12 +63,12 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
         return gaussian_delta(target, gaussian_mu(ledger.law))
 
     lost, worst = largest_loss(ledger.law, ledger.adjacency)
-    if target >= worst * (1 - ROUNDING):
+    if target >= worst * (1 - ROUNDING) or lost == 1:
         return lost
 
-    if laws := sole_laws(ledger.law, ledger.adjacency):
-        of_each = [float(law.mass @ np.maximum(0.0, -np.expm1(target - law.loss))) + law.infinite for law in laws]
-        return min(1.0, float(max(of_each)) * (1 + 1e-10))
+    about = rough_delta(ledger.law, ledger.adjacency, target)
+    if curve := deltas_of(ledger.law, ledger.adjacency, [max(about / 3, LEAST_DELTA)]):
+        return min(1.0, lost + curve(target))
 
     def excess(log_delta: float) -> float:
         found = min(_epsilon(ledger, math.exp(log_delta)), 1e9)
@@ -110,7 +108,7 @@ class TradeOff:
 
     Guarantees:
         tests/accounting/test_trade_off.py::test_a_gaussian_has_its_own_curve, ::test_no_test_does_better,
-        ::test_pure_releases_have_their_own_curve.
+        ::test_pure_releases_have_their_own_curve, ::test_the_curve_of_delta_is_above_the_truth_everywhere.
 
     >>> from dpfunc.types import Event
     >>> limits = TradeOff(Ledger((Event(1.0, 1.0, 1),)))
@@ -131,29 +129,37 @@ class TradeOff:
         rate = open_unit("false_positives", false_positives)
         if not self.ledger.events:
             return rate
-        lost, worst = largest_loss(self.ledger.law, self.ledger.adjacency)
+        law, adjacency = self.ledger.law, self.ledger.adjacency
+        if tight_method(self.ledger) == "gaussian":
+            return gaussian_true_positives(rate, gaussian_mu(law))
+        lost, worst = largest_loss(law, adjacency)
+        found = true_positives([(lost, worst)], rate)
+        if lost == 1:
+            return found
+        curve = deltas_of(law, adjacency, [rate / 1000, (1 - rate) / 20])
+        if curve is None:
+            return min(found, self._by_epsilons(rate, lost))
+
+        def smallest(bound: Callable[[Point, float], float], factor: float) -> float:
+            """Least bound; beyond the logarithm of the factor it is above what was found."""
+            high = min(worst, math.log(factor), LARGEST_LOSS)
+            return least(lambda at: bound((lost + curve(at), at), rate), 0.0, high, _NARROW * high, _FLAT)[1]
+
+        # delta is convex in e^epsilon, so each of both bounds has one minimum; the smaller one of them may have two
+        found = min(found, smallest(_by_false_positives, 1 / rate))
+        return min(found, smallest(_by_false_negatives, (1 - rate) / max(1 - found, 1e-300)))
+
+    def _by_epsilons(self, rate: float, lost: float) -> float:
+        """The same from epsilons at many deltas: of so many steps that a lattice would be too large."""
         # a smaller delta adds 2e-6 of the bound; below the probability of infinite losses there is no epsilon
         lowest = max(math.log(rate) - 13, math.log(max(lost, 1e-300)))
-        grid = [lowest * (1 - i / _GRID) - 1e-12 for i in range(_GRID + 1)]
 
-        def point(log_delta: float) -> Point:
-            at = math.exp(log_delta)
-            return at, min(_epsilon(self.ledger, at), LARGEST_LOSS)
+        def at(bound: Callable[[Point, float], float], log_delta: float) -> float:
+            delta = math.exp(log_delta)
+            return bound((delta, min(_epsilon(self.ledger, delta), LARGEST_LOSS)), rate)
 
-        def at_point(bound: Callable[[Point, float], float], log_delta: float) -> float:
-            return bound(point(log_delta), rate)
-
-        points = [point(log_delta) for log_delta in grid]
-        found = true_positives([(lost, worst), *points], rate)
-        # delta is convex in e^epsilon, so each of both bounds has one minimum; the smaller one of them may have two
-        for bound in (_by_false_positives, _by_false_negatives):
-            values = [bound(each, rate) for each in points]
-            best = values.index(min(values))
-            before, after = max(0, best - 1), min(len(grid) - 1, best + 1)
-            if bound((points[before][0], points[after][1]), rate) < found:  # else nothing between them is less
-                near = least(functools.partial(at_point, bound), grid[before], grid[after], _FINE, _FLAT)
-                found = min(found, near[1])
-        return found
+        bounds = (_by_false_positives, _by_false_negatives)
+        return min(1.0, *(least(functools.partial(at, bound), lowest, -1e-12, 1e-3, _FLAT)[1] for bound in bounds))
 
     def false_negatives(self, false_positives: float) -> float:
         """Least share of false negatives of a test with at most this share of false positives: the trade-off curve."""
@@ -220,4 +226,4 @@ def _by_false_positives(point: Point, rate: float) -> float:
 
 def _by_false_negatives(point: Point, rate: float) -> float:
     delta, epsilon = point
-    return 1 - math.exp(-epsilon) * max(0.0, 1 - delta - rate)
+    return 1 - math.exp(-epsilon) * (1 - delta - rate)

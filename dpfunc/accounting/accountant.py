@@ -6,19 +6,30 @@ May import: its folder, batches, rng and below. Trusted: yes.
 import functools
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 
 from dpfunc._utils.validation import expect, one_of, refuse
 from dpfunc.accounting._gaussian import gaussian_epsilon, gaussian_mu, gdp_mu
-from dpfunc.accounting._losses import DIRECTIONS, Atoms, Direction, Fixed, Kind, TiltedUnavailable
+from dpfunc.accounting._losses import (
+    DIRECTIONS,
+    Atoms,
+    Direction,
+    Fixed,
+    Kind,
+    TiltedUnavailable,
+    delta_curve,
+    epsilon_at,
+)
 from dpfunc.accounting._pairs import LARGEST_LOSS
-from dpfunc.accounting._prv import epsilon_at, prv_epsilon
+from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
+from dpfunc.accounting._tilted import law_near, tilted_epsilon
+from dpfunc.accounting._tilted import rough_delta as estimate_delta
 from dpfunc.accounting._tilted import rough_epsilon as estimate
-from dpfunc.accounting._tilted import tilted_epsilon
 from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, divided, has_both, largest_loss, law_kind, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
@@ -100,15 +111,44 @@ def cached_epsilon(
         ))  # fmt: skip
         found = gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
     else:
-        # Each allocated epoch also as one release of all records, a better bound for few batches or large losses.
-        wholes = (Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
-        ways = (_bounded(each, adjacency, delta, method, fine) for each in dict.fromkeys((events, tuple(wholes))))
+        ways = (_bounded(each, adjacency, delta, method, fine) for each in _ways(events))
         found = min(ways, key=operator.itemgetter(0))
     epsilon, named, note = found
     return Guarantee(epsilon, delta, named, adjacency, note)
 
 
 _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its note
+
+
+def _ways(events: tuple[Event, ...]) -> tuple[tuple[Event, ...], ...]:
+    """The events; and each allocated epoch as one release of all records, better for few batches or large losses."""
+    wholes = (Event(1.0, e.noise_multiplier, e.num_steps) if isinstance(e, Allocated) else e for e in events)
+    return tuple(dict.fromkeys((events, tuple(wholes))))
+
+
+def deltas_of(
+    events: tuple[Event, ...], adjacency: Adjacency, near: Sequence[float]
+) -> Callable[[float], float] | None:
+    """Delta of the finite losses as a function of epsilon >= 0, rounded up; None where a lattice would be too large.
+
+    Args:
+        events, adjacency: of a ledger. near: deltas at and above which it is tight.
+    """
+    ways = []
+    for way in _ways(events):
+        plain, special = divided(way)
+        kinds = _kinds(fewer_kinds(plain, _TILTED_KINDS)[0])
+        orders = [[delta_curve(replace(law, infinite=np.zeros(())))] for law in sole_laws(way, adjacency)]
+        for direction in DIRECTIONS[adjacency] if not orders else ():
+            try:
+                laws = [law_near(kinds, direction, delta, _fixed(special, direction)) for delta in near]
+            except TiltedUnavailable:
+                return None
+            orders.append([delta_curve(law) for law in laws if len(law.mass)])
+        if not all(orders):
+            return None
+        ways.append(orders)
+    return lambda epsilon: min(max(min(curve(epsilon) for curve in curves) for curves in orders) for orders in ways)
 
 
 def all_take_part(events: tuple[Event, ...]) -> bool:
@@ -199,6 +239,17 @@ def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float)
         return estimate(_kinds(plain), direction, delta, _fixed(special, direction))
     except TiltedUnavailable:
         return rdp_epsilon(renyi_events(events, _FEW_KINDS)[0], adjacency, delta, FEW_ORDERS)
+
+
+def rough_delta(events: tuple[Event, ...], adjacency: Adjacency, epsilon: float) -> float:
+    plain, special = divided(events)
+    try:
+        return max(
+            estimate_delta(_kinds(plain), direction, epsilon, _fixed(special, direction))
+            for direction in DIRECTIONS[adjacency]
+        )
+    except TiltedUnavailable:
+        return 0.5
 
 
 def renyi_events(events: tuple[Event, ...], max_kinds: int = MAX_KINDS) -> tuple[tuple[Event, ...], str]:

@@ -5,11 +5,15 @@ import math
 
 import numpy as np
 import pytest
+from accounting_oracle import agreed_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, delta_at, epsilon
+from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, _trade_off, delta_at, epsilon
+from dpfunc.accounting._losses import delta_curve
+from dpfunc.accounting._tilted import law_near
+from dpfunc.accounting.accountant import deltas_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -111,6 +115,28 @@ def test_pure_releases_have_their_own_curve(ledger, largest, exact, rate):
     bounds = np.append(np.exp(at) * rate + deltas, 1 - np.exp(-at) * (1 - deltas - rate))
     truth = float(bounds.min())
     assert truth * (1 - 1e-4) <= TradeOff(ledger).true_positives(rate) <= truth * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.6])
+def test_steps_too_many_for_a_lattice_are_bounded_by_their_epsilons(rate, monkeypatch):
+    many = Ledger((Event(1e-4, 1.0, 10**7),))
+    assert deltas_of(many.law, many.adjacency, [1e-4]) is None
+    one = Ledger((Event(0.01, 1.0, 1),))
+    by_lattice, delta = TradeOff(one).true_positives(rate), delta_at(one, 0.1)
+    monkeypatch.setattr(_trade_off, "deltas_of", lambda *_: None)
+    assert TradeOff(one).true_positives(rate) == pytest.approx(by_lattice, rel=2e-5)
+    assert delta_at(one, 0.1) == pytest.approx(delta, rel=2e-5)
+
+
+@pytest.mark.parametrize("direction", ["remove", "add", "replace"])
+def test_the_curve_of_delta_is_above_the_truth_everywhere(direction):
+    """Whatever delta it is aimed at; and near it hardly above."""
+    kinds = [(0.02, 1.0, 300), (0.1, 2.0, 40)]
+    aimed = {near: delta_curve(law_near(kinds, direction, near, ())) for near in (1e-9, 1e-4, 0.03)}
+    for at in (0.1, 0.4, 1.0, 2.0, 3.0):
+        truth = agreed_delta(at, kinds, direction)
+        assert all(curve(at) >= truth * (1 - 1e-9) for curve in aimed.values())
+        assert min((curve(at) for near, curve in aimed.items() if near <= truth), default=truth) <= truth * (1 + 1e-4)
 
 
 def test_ends_of_pure_releases():
