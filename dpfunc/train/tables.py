@@ -137,8 +137,16 @@ def _rows_of_arrow(path: Path) -> list[tuple[int, Any]]:
     except (OSError, ValueError) as error:
         kind = type(error).__name__
     else:
-        return list(enumerate(rows, start=1))
+        return list(enumerate(({name: _without_nulls(row[name]) for name in row} for row in rows), start=1))
     raise InvalidArgument(f"Expected a table that can be read, got {str(path)!r}: {package} raised {kind}.")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of Arrow, without the names that other objects alone have: there they are null."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    is_object = isinstance(value, dict)
+    return {n: _without_nulls(each) for n, each in value.items() if each is not None} if is_object else value
 
 
 def _decoded(path: Path) -> str:
@@ -170,11 +178,11 @@ def _rows_of_csv(text: str, columns: Sequence[str], path: Path) -> list[tuple[in
     begins = 1
     try:
         names = list(reader.fieldnames or ())
-        for column in (each for each in columns if names.count(each) > 1):
-            raise InvalidArgument(
-                f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
-                "or remove the others."
-            )
+        refuse(*(
+            (names.count(column) > 1,
+             f"Expected one column {column!r} in the first line of {path.name}, got {names.count(column)}. Rename "
+             "or remove the others.") for column in columns
+        ))  # fmt: skip
         begins = reader.line_num + 1
         for number, row in enumerate(reader, start=1):
             _check_width(row, names, columns, f"row {number} (line {begins}) of {path.name}")
@@ -193,11 +201,11 @@ def _rows_of_csv(text: str, columns: Sequence[str], path: Path) -> list[tuple[in
 
 def _check_width(row: Mapping[Any, Any], names: Sequence[str], columns: Sequence[str], where: str) -> None:
     """Check that no value of a row of a .csv is beyond the last name, and none is lacking in these columns."""
-    if any(row.get(None) or ()):  # where DictReader keeps values beyond the last name
-        raise InvalidArgument(
-            f"Expected at most {len(names)} values in {where}, as its first line has names, "
-            "got more: texts with commas need quotes around them, or the row would be cut off."
-        )
+    refuse(
+        (any(row.get(None) or ()),  # where DictReader keeps values beyond the last name
+         f"Expected at most {len(names)} values in {where}, as its first line has names, "
+         "got more: texts with commas need quotes around them, or the row would be cut off."),
+    )  # fmt: skip
     for column in columns:
         if column in row and row[column] is None:
             raise InvalidArgument(
@@ -268,7 +276,7 @@ def _text(row: Mapping[str, Any], column: str, may_be_list: bool, may_be_any: bo
         return json.dumps(value, ensure_ascii=False, default=str)
     several = may_be_list and isinstance(value, list)
     each: list[Any] = value if several else [value]
-    if any(isinstance(one, list | dict) or _is_missing(one) for one in each):
+    if any(isinstance(one, list | dict | bytes) or _is_missing(one) or str(one).startswith("<PIL.") for one in each):
         raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
     texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
     return json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]
@@ -287,7 +295,10 @@ def _hint(row: Mapping[Any, Any], column: str) -> str:
     if column in row and written_turns(json.dumps(row[column], default=str)):
         return f"It is a list of turns: a chat. {TURNS}"
     if column in row:
-        return "It is empty, null or NaN, or a list or an object: leave the row out, or write its text."
+        return (
+            "It is empty, null or NaN, or a list, an object, bytes or a picture: leave the row out, or write its text, "
+            "of a picture the path of its file."
+        )
     for names, advice in _FORMATS.items():
         if names <= row.keys():
             return f"The rows have {' and '.join(sorted(names))}: {advice}"
@@ -340,10 +351,11 @@ def same_file(one: Path, other: Path) -> bool:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files below a folder, in the order of their names, without those of the system."""
+    """The files and links below a folder, in the order of their names, without those of the system."""
     return sorted(
         path for path in folder.rglob("*")
-        if path.is_file() and path.name.lower() not in _NO_RECORDS and not path.name.startswith(".")
+        if (path.is_file() or path.is_symlink())
+        and path.name.lower() not in _NO_RECORDS and not path.name.startswith(".")
     )  # fmt: skip
 
 
@@ -365,9 +377,10 @@ def read_images(folder: Path, labels: Sequence[str], label_column: str, *, dedup
         for number, path in enumerate(visible_files(folder / label), start=1):
             place = f"file {number} of the class {label!r}, in the order of names,"
             refuse(
-                (not is_image(path),
+                (not is_image(path) or not path.is_file(),
                  f"Expected images alone in the folders of {str(folder)!r}, whose names end as those of images do, "
-                 f"got another in {place} which would be left out. Rename it, or move it elsewhere."),
+                 f"got another in {place} which would be left out. Rename it, or move it elsewhere; of a link that "
+                 "leads nowhere, or to a folder, bring what it stands for."),
             )  # fmt: skip
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
             rows[len(rows) + 1] = {

@@ -263,6 +263,25 @@ def test_parquet_and_data_sets_on_disk_are_read_by_their_packages(tmp_path, monk
     assert "secret" not in str(told.value)
 
 
+def test_objects_of_a_parquet_have_their_own_names(tmp_path, monkeypatch):
+    """Arrow gives each object the names of all others, with null; a null of a column stays. Bytes are no text."""
+
+    def read(row):
+        table = SimpleNamespace(to_pylist=lambda: [row])
+        stub(monkeypatch, "pyarrow.parquet", read_table=lambda found: table)
+        names = ["messages", "tools"]
+        return read_table(tmp_path / "rows.parquet", names, values=names, optional=["tools"])[1]
+
+    stub(monkeypatch, "pyarrow")
+    own, other = {"goal": 1, "bank": None}, {"goal": None, "bank": [{"a": 0, "b": None}]}
+    assert read({"messages": [own, other], "tools": None}) == {
+        "messages": '[{"goal": 1}, {"bank": [{"a": 0}]}]', "tools": "",
+    }  # fmt: skip
+    stub(monkeypatch, "pyarrow.parquet", read_table=lambda found: SimpleNamespace(to_pylist=lambda: [{"text": b"a"}]))
+    with pytest.raises(InvalidArgument, match=r"in row 1 of rows.parquet, got none. It is .* bytes or a picture"):
+        read_table(tmp_path / "rows.parquet", ["text"])
+
+
 KEYS = {
     "a chat and a prompt": (["--prompt_template", "a"], "Expected data.chat or data.prompt_template, got both"),
     "a chat and a text column": (["--text_column", "a"], "Expected no data.text_column with data.chat"),

@@ -301,6 +301,8 @@ FAULTS = {
     "damaged tif": ("images", damaged("0.tif"), [], f"The image of {PLACE} cannot be used"),
     "empty file": ("images", photo("0.png", b""), [], f"The image of {PLACE} cannot be used"),
     "text named png": ("images", photo("0.png", b"secret"), [], "it is of no format that is known"),
+    "a link that leads nowhere": ("images", lambda: Path("photos/bars/0.png").symlink_to("secret"), [], f"got another in {PLACE} which would be left out"),
+    "a link to a folder": ("images", lambda: Path("photos/bars/0").symlink_to("../flat"), [], f"got another in {PLACE} which would be left out"),
     "floats beyond 1": ("images", photo("0.tif", GREY.astype(np.float32)), [], "floats from 0 to 1, got one with others"),
     "NaN pixels": ("images", photo("0.tif", np.full((8, 8), np.nan, np.float32)), [], "floats from 0 to 1"),
     "32 bits": ("images", photo("0.tif", GREY.astype(np.int32)), [], "floats from 0 to 1, got one with others"),
