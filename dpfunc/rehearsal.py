@@ -16,6 +16,7 @@ from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import DPFuncError, InvalidArgument
 from dpfunc.rng import cpu_seeds, fold_in, insecure_key, torch_seed
+from dpfunc.sampling.loader import check_readable
 from dpfunc.sampling.records import read
 from dpfunc.step import DPStep
 from dpfunc.types import Batch, Params
@@ -79,13 +80,14 @@ def rehearse(
     dpfunc.errors.InvalidArgument: Expected a loss of each record, got IndexError from dataset[17]. ...
     """
     size = integer("records_at_once", records_at_once, minimum=1)
+    total = check_readable(dataset)
     collate = default_collate if collate_fn is None else collate_fn
     with cpu_seeds(_KEY), torch_seed(_KEY):
         finite = [
-            _finite(dp_step, params, dataset, range(start, min(start + size, len(dataset))), collate)
-            for start in range(0, len(dataset), size)
+            _finite(dp_step, params, dataset, range(start, min(start + size, total)), collate)
+            for start in range(0, total, size)
         ]
-        if len(dataset):
+        if total:
             with tried("a step that works", _ENDED):
                 dp_step.clipped_grad(params, collate(read(dataset, [0])), key=_KEY)
         made_up = {name: value.detach() + _AWAY for name, value in params.items()}
@@ -95,9 +97,12 @@ def rehearse(
         if reload is not None:
             with tried("reload that works", _ENDED):
                 read_back = reload({name: value.clone() for name, value in made_up.items()})
-            lost = [name for name, value in made_up.items() if not _is_same(value, read_back.get(name))]
-            others = f"got others for {shorten(lost)}. {NOTHING_SPENT}"
-            refuse((lost, f"Expected parameters that are read back as they were written, {others}"))
+                lost = [name for name, value in made_up.items() if not _is_same(value, read_back.get(name))]
+            refuse(
+                (lost,
+                 "Expected parameters that are read back as they were written, got others for "
+                 f"{shorten(lost)}. {NOTHING_SPENT}"),
+            )  # fmt: skip
     if all(finite):
         return ()
     return (

@@ -84,6 +84,7 @@ def test_losses_that_are_not_finite_are_warned_of():
 REST = {  # options -> message
     "an evaluation": ({"evaluate": raising("no such metric")}, "evaluate that works, got ValueError: no such metric"),
     "a reload": ({"reload": raising("no such file")}, "reload that works, got ValueError: no such file"),
+    "a reload of nothing": ({"reload": lambda params: None}, "reload that works, got AttributeError"),
     "a parameter that is not saved": ({"reload": lambda params: {"table": params["table"]}}, "got others for w"),
     "a parameter that begins anew": ({"reload": lambda params: {**params, "w": PARAMS["w"]}}, "got others for w"),
     "another digit": ({"reload": lambda params: {n: p.bfloat16() for n, p in params.items()}}, "got others for table"),
@@ -103,6 +104,11 @@ def test_a_loss_that_cannot_be_differentiated():
 
     with pytest.raises(InvalidArgument, match="a step that works.* Nothing was spent"):
         dpfunc.rehearse(step(loss), PARAMS, records())
+
+
+def test_a_data_set_that_no_loader_takes():
+    with pytest.raises(InvalidArgument, match="a stream: a plan draws the records"):
+        dpfunc.rehearse(step(), PARAMS, iter(records()))
 
 
 def test_a_run_after_it_is_the_same(tmp_path):
