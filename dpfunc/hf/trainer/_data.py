@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
+from dpfunc._utils.validation import refuse
 from dpfunc.batches import rows
 from dpfunc.engines.loop import loop
 from dpfunc.errors import InvalidArgument, UnsupportedModel
@@ -37,7 +38,9 @@ _COMPARED = 64  # records whose lengths are compared
 _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
-def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object) -> str | None:
+def refuse_labels(
+    dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object, name: str = "train_dataset"
+) -> str | None:  # fmt: skip
     """Refuse labels outside of the classes of the model, and numbers that are not finite, whose gradient would be zero.
 
     They are read from all records of a list or of Hugging Face, from 1024 of others, from 16 that the collator makes.
@@ -49,22 +52,22 @@ def refuse_labels(dataset: Any, collate: Callable[[list[Any]], Any], model: nn.M
         return None
     with torch_seed(insecure_key(0), accelerators=False):
         sample = read(dataset, spread(len(dataset), _PROBED))
-        batch = _collated(sample, collate)
+        batch = _collated(sample, collate, name)
         seen = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(seen, Tensor):
             return None  # the loss says what it misses
         given = getattr(base.config, "problem_type", None)
         problem = CLASSES if task == "token_classification" else problem_of(given, classes, seen)
         column = _column_of(sample, seen)
-        if problem == "multi_label_classification" and not seen.is_floating_point():
-            raise InvalidArgument(
-                f"Expected floats in {column or 'labels'!r} of each record of train_dataset, for several labels, got "
-                f"{seen.dtype}: the model's own loss, with which the Trainer evaluates, takes no others. Make them "
-                "labels.float(). Nothing was spent."
-            )
+        refuse(
+            (problem == "multi_label_classification" and not seen.is_floating_point(),
+             f"Expected floats in {column or 'labels'!r} of each record of {name}, for several labels, got "
+             f"{seen.dtype}: the model's own loss, with which the Trainer evaluates, takes no others. Make them "
+             "labels.float(). Nothing was spent."),
+        )  # fmt: skip
         found: set[float] = set()
         for labels in [seen] if column is None else _labels(dataset, column):
-            _check(_flat(labels), column or "labels", problem, classes)
+            _check(_flat(labels), f"in {column or 'labels'!r} of each record of {name}", problem, classes)
             found.update(np.unique(_flat(labels)).tolist() if problem == CLASSES else ())
     if len(found - {IGNORED}) != 1 or len(dataset) < _PROBED:
         return None
@@ -80,16 +83,16 @@ def _has_outputs(base: nn.Module, classes: int) -> bool:
     return classes in widths and not type(base).__name__.endswith(_OTHER_OUTPUTS)
 
 
-def _collated(sample: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+def _collated(sample: list[Any], collate: Callable[[list[Any]], Any], name: str) -> Any:
     try:
         return collate(sample)
     except ValueError as error:
-        texts = [name for name in _COLUMNS if name in sample[0] and isinstance(sample[0][name], str)]
+        texts = [column for column in _COLUMNS if column in sample[0] and isinstance(sample[0][column], str)]
         if not texts:
             raise
         raise InvalidArgument(
-            f"Expected numbers in {texts[0]!r} of each record of train_dataset, got a text, which the collator cannot "
-            "make a tensor of. Number the classes from 0, and keep their names in model.config.id2label."
+            f"Expected numbers in {texts[0]!r} of each record of {name}, got a text, which the collator cannot make "
+            "a tensor of. Number the classes from 0, and keep their names in model.config.id2label."
         ) from error
 
 
@@ -125,7 +128,7 @@ def _flat(labels: Any) -> npt.NDArray[np.float64]:
     return np.atleast_1d(np.asarray(labels, dtype=np.float64))
 
 
-def _check(labels: npt.NDArray[np.float64], column: str, problem: str, classes: int) -> None:
+def _check(labels: npt.NDArray[np.float64], where: str, problem: str, classes: int) -> None:
     if problem == "regression":
         with np.errstate(over="ignore"):  # the loss has float32
             fits = np.isfinite(labels.astype(np.float32))
@@ -135,21 +138,21 @@ def _check(labels: npt.NDArray[np.float64], column: str, problem: str, classes: 
         domain = f"{classes} numbers from 0 to 1"
         hint = "One class a record is a whole number; to predict numbers, set model.config.problem_type = 'regression'."
     else:
-        fits = (labels >= 0) & (labels < classes) | (labels == IGNORED)
+        fits = (labels >= 0) & (labels < classes) & (labels == np.trunc(labels)) | (labels == IGNORED)
         domain = f"classes 0 <= label < {classes}, or {IGNORED} for none,"
         hint = (
             f"The model has {classes} classes: number them from 0, or load it with num_labels=... Leave out records "
             "without a class, which some data sets mark with -1."
         )
-    if not fits.all():
-        raise InvalidArgument(
-            f"Expected {domain} in {column!r} of each record of train_dataset, got something else in at least one, "
-            f"which is private and not shown. {hint} Nothing was spent."
-        )
+    refuse(
+        (not fits.all(),
+         f"Expected {domain} {where}, got something else in at least one, which is private and not shown. {hint} "
+         "Nothing was spent."),
+    )  # fmt: skip
 
 
 def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any, task: object, name: str) -> None:
-    """Refuse token ids outside of the tables of a model, and records with more tokens than it has positions.
+    """Refuse token ids and types outside of the tables of a model, and records with no token, or more than it takes.
 
     Every record of a text data set is collated, and 1024 of one whose batches hold floats, e.g. pixels
     (tests/hf/trainer/test_rehearsal.py::test_one_record_in_the_midst_of_many). No value is in a message.
@@ -160,8 +163,15 @@ def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any
     config = getattr(base_model(model), "config", None)
     elsewhere = [getattr(config, token) for token in _IMAGE_TOKENS if isinstance(getattr(config, token, None), int)]
     labels = ("labels",) if task in _LEARN_TOKENS else ()
+    kinds = getattr(config, "type_vocab_size", None)
     with cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
-        for batch in _batches(dataset, collate):
+        for batch in _batches(dataset, collate, name):
+            refuse(
+                (kinds and bool((torch.as_tensor(batch.get("token_type_ids", 0)) >= kinds).any()),
+                 f"Expected 'token_type_ids' below {kinds} in each record of {name}, the types that this model knows, "
+                 "got another in at least one, which is private and not shown. Use the tokenizer that belongs to the "
+                 "model, or leave the column out. Nothing was spent."),
+            )  # fmt: skip
             for key in ("input_ids", "decoder_input_ids", *labels):
                 ids = batch.get(key)
                 if isinstance(ids, Tensor) and not ids.is_floating_point():
@@ -175,12 +185,19 @@ def evaluated(eval_dataset: Any) -> dict[str, Any]:
     return {name: each for name, each in indexed.items() if hasattr(each, "__len__") and len(each)}
 
 
-def _batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Mapping[str, Any]]:
+def _batches(dataset: Any, collate: Callable[[list[Any]], Any], name: str) -> Iterator[Mapping[str, Any]]:
     """All records, collated, of a data set of texts, and some of any other; none where collating makes no mapping."""
     indices: Any = range(len(dataset))
     start = 0
     while start < len(indices):
-        batch = collate(read(dataset, indices[start : start + _AT_ONCE]))
+        records = read(dataset, indices[start : start + _AT_ONCE])
+        refuse(
+            (any(isinstance(each, Mapping) and len(each.get("input_ids", "-")) == 0 for each in records),
+             f"Expected a token or more in each record of {name}, got at least one of none, as empty lines give: a "
+             "batch of it alone would end the run. Leave them out, e.g. dataset.filter(lambda row: "
+             "len(row['input_ids']) > 0). Nothing was spent."),
+        )  # fmt: skip
+        batch = collate(records)
         if not isinstance(batch, Mapping):
             return
         yield batch

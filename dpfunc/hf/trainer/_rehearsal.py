@@ -4,9 +4,10 @@ May import: its folder, budget, evidence, rehearsal, release and below. Trusted:
 """
 
 import copy
+import json
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EvalPrediction, TrainerControl
 from transformers.trainer_pt_utils import nested_numpify
+from transformers.trainer_utils import denumpify_detensorize
 
 from dpfunc import distributed
 from dpfunc._utils.validation import refuse
@@ -112,15 +114,21 @@ def _rehearse_evaluation(trainer: Any) -> list[dict[str, Any]]:
         sure = sure and warning is None
         metrics.append({f"eval_{name}_{each}" if name else f"eval_{each}": value for each, value in values.items()})
     if trainer.args.eval_strategy != "no":
-        _check_best(trainer, {name.removeprefix("eval_") for each in metrics for name in each}, sure=sure)
+        _check_metrics(trainer, {name: value for each in metrics for name, value in each.items()}, sure=sure)
     return metrics
 
 
-def _check_best(trainer: Any, known: Set[str], *, sure: bool) -> None:
-    """Check the metric that is followed from the first evaluation on; `sure` if there are no others than these."""
+def _check_metrics(trainer: Any, metrics: Mapping[str, Any], *, sure: bool) -> None:
+    """Check that a checkpoint can hold the metrics, and the one that is followed; `sure` if there are no others."""
     best, plateau = trainer.args.metric_for_best_model, isinstance(trainer.lr_scheduler, ReduceLROnPlateau)
     ends = f"The first evaluation would end the run. {NOTHING_SPENT}"
+    known = {name.removeprefix("eval_"): value for name, value in denumpify_detensorize(metrics).items()}
     missing = best is not None and not best.endswith(_TIMES) and best.removeprefix("eval_") not in known
+    with tried(
+        "compute_metrics to return numbers, texts or lists of them, which a checkpoint can hold",
+        "The first checkpoint behind an evaluation would end the run. Of an array take .tolist().",
+    ):
+        json.dumps(known if trainer.args.save_strategy != "no" else {}, sort_keys=True)
     refuse(
         (plateau and best is None,
          "Expected metric_for_best_model, by which ReduceLROnPlateau sets the rate, got None. Name one, for example "
@@ -128,6 +136,8 @@ def _check_best(trainer: Any, known: Set[str], *, sure: bool) -> None:
         (sure and missing,
          f"Expected metric_for_best_model to be a metric of the evaluation, got {best!r}, and metrics "
          f"{', '.join(sorted(known))}. {ends}"),
+        (not isinstance(known.get(str(best).removeprefix("eval_"), 0), (int, float)),
+         f"Expected metric_for_best_model to be one number, got {best!r}, which is none. {ends}"),
     )  # fmt: skip
 
 
@@ -154,8 +164,10 @@ def _metrics_of_some(trainer: Any, dataset: Any) -> tuple[dict[str, Any], str | 
             metrics = trainer.compute_metrics(EvalPrediction(**given), compute_result=True)
         else:
             metrics = trainer.compute_metrics(EvalPrediction(**nested_numpify(given)))
+        return own | {name.removeprefix("eval_"): value for name, value in metrics.items()}, None
     except FAILURES as error:
-        wrong = f"compute_metrics to take what the model predicts, got {type(error).__name__}: {error}"
+        what = "compute_metrics to take what the model predicts, and to return a dictionary from names to numbers"
+        wrong = f"{what}, got {type(error).__name__}: {error}"
         if isinstance(error, _ALWAYS_WRONG):
             raise InvalidArgument(
                 f"Expected {wrong}. It was given predictions of type {type(predictions).__name__} and would have ended "
@@ -163,7 +175,6 @@ def _metrics_of_some(trainer: Any, dataset: Any) -> tuple[dict[str, Any], str | 
                 f"{NOTHING_SPENT}"
             ) from error
         return own, f"Expected {wrong}, for {len(records)} records: if it fails for all of them too, it ends the run."
-    return own | {name.removeprefix("eval_"): value for name, value in metrics.items()}, None
 
 
 def own_callbacks(callbacks: Sequence[Any]) -> list[Any]:

@@ -387,6 +387,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         warning = refuse_labels(self.train_dataset, collate, self.model, self._task)
         refuse_records(self.train_dataset, collate, self.model, self._task, "train_dataset")
         for name, dataset in evaluated(self.eval_dataset).items():
+            refuse_labels(dataset, collate, self.model, self._task, name or "eval_dataset")
             refuse_records(dataset, collate, self.model, self._task, name or "eval_dataset")
         return warning
 

@@ -80,6 +80,7 @@ REFUSED = {
     "a tensor": (mostly(torch.tensor(1), torch.tensor(7)), Model(), ONE, CLASSES),
     "none": (mostly(1, None), Model(), ONE, CLASSES),
     "of a token": (mostly([0, -100], [0, 1, 3]), Model(), TOKENS, CLASSES),
+    "half a class": (mostly(1, 0.5), Model(), ONE, CLASSES),
     "NaN": (mostly(0.5, math.nan), Model(1), ONE, NUMBERS),
     "infinite in float32": (mostly(0.5, 1e39), Model(1), ONE, NUMBERS),
     "of several outputs": (mostly([0.5, 9.0, 2.0], [0.5, 9.0, math.inf]), Model(3, "regression"), ONE, NUMBERS),

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from trainer_cases import NOISY, again, classifier, labelled, language_model, pad, texts, trained, training_arguments
@@ -96,6 +97,14 @@ def answers(labels):
     ]
 
 
+def typed(kind):
+    return [{**row, "token_type_ids": [0, kind * (i == 37)] + [0] * 4} for i, row in enumerate(ended())]
+
+
+def typing(records):
+    return {**padded(records), "token_type_ids": torch.tensor([row["token_type_ids"] for row in records])}
+
+
 RECORDS = {  # model, data, collator, message
     "a token beyond the table": (roberta, ended(input_ids=[4, 50, 2]), None, "0 <= id < 50"),
     "a negative token": (roberta, ended(input_ids=[4, -7, 2]), None, "0 <= id < 50"),
@@ -103,6 +112,9 @@ RECORDS = {  # model, data, collator, message
     "more tokens than BERT has positions": (classifier, ended(input_ids=[4] * 17), None, "rows of at most 16 tokens"),
     "a token beyond a language model": (language_model, lists([4, 40, 2]), pad, "0 <= id < 40 .*'input_ids'"),
     "more tokens than GPT-2 has positions": (language_model, lists([4] * 17), pad, "rows of at most 16 tokens"),
+    "no token": (language_model, lists([]), pad, "a token or more in each record of train_dataset"),
+    "a type that BERT has not": (classifier, typed(2), typing, "'token_type_ids' below 2 in each record of train_dataset"),
+    "a class beyond the table": (classifier, [{**row, "labels": 2 if i == 37 else 0} for i, row in enumerate(ended())], None, "classes 0 <= label < 2.* in 'labels' of each record of train_dataset"),
     "an answer beyond the table": (lambda: t5(T5ForConditionalGeneration), answers([50, 2]), None, "in 'labels' of each record of train_dataset"),
 }  # fmt: skip
 
@@ -165,6 +177,9 @@ EVALUATIONS = {  # model, options, message
     "a metric of another name": (classifier, {"compute_metrics": accuracy, "changes": {**EVERY, "metric_for_best_model": "acuracy"}}, "got 'acuracy', and metrics accuracy, loss"),
     "a metric without metrics": (classifier, {"changes": {**EVERY, "metric_for_best_model": "f1"}}, "got 'f1', and metrics loss"),
     "a metric of no data set": (classifier, {"eval_dataset": NAMED, "changes": {**EVERY, "metric_for_best_model": "loss"}}, "got 'loss', and metrics a_loss, b_loss"),
+    "a metric that is an array": (classifier, {"compute_metrics": lambda prediction: {"a": np.eye(2)}, "changes": EVERY}, "which a checkpoint can hold, got TypeError: Object of type ndarray.* take .tolist"),
+    "a metric that is no number": (classifier, {"compute_metrics": lambda prediction: {"a": "good"}, "changes": {**EVERY, "metric_for_best_model": "a"}}, "metric_for_best_model to be one number, got 'a'"),
+    "metrics without names": (classifier, {"compute_metrics": lambda prediction: 0.5, "changes": EVERY}, "to return a dictionary from names to numbers, got AttributeError"),
     "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821  (as it is meant)
     "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
 }  # fmt: skip
