@@ -99,10 +99,9 @@ def norms_of_rows(flat_BP: Tensor) -> Tensor:
     return lengths(pieces_BN, 1)
 
 
-def in_pieces(measure: Callable[..., Measured], numbers: int, *sides: Tensor, limit: int = SCRATCH) -> Measured:
-    """Norms that are measured on some samples at a time, one at least."""
-    pieces = zip(*(torch.split(side, max(1, limit // max(1, numbers))) for side in sides), strict=True)
-    return one_after_another([measure(*piece) for piece in pieces])
+def in_pieces(numbers: int, *sides: Tensor, limit: int = SCRATCH) -> Iterator[tuple[Tensor, ...]]:
+    """Some samples of each side at a time, one at least: those of which no more than `limit` numbers are formed."""
+    return zip(*(side.split(max(1, limit // max(1, numbers))) for side in sides), strict=True)
 
 
 class Measured(NamedTuple):
@@ -200,7 +199,6 @@ _Representation = Literal["formed", "dropped", "ghost"]
 _A_FRESH_NUMBER = 240  # operations while a number is written to fresh memory and read twice
 _A_NUMBER = 100  # the same for a number in memory that is used again: of small gradients
 _A_SMALL_PRODUCT = 2  # operations of a convolution while a product of small matrices does one
-_A_CALL = 20_000  # operations during a sample's share of a call from Python
 BUDGET = 2**30  # bytes of the gradients of one use that may be formed
 _MAX_SIZE_RATIO = 2  # of gradients of kernels and tables to their factors, if they are kept and not small anyway
 
@@ -264,34 +262,10 @@ def table(lookups: int, rows: int, d: int) -> Costs:
     return Costs(moved, 2 * moved, rows * d, lookups * (d + 2), limited=True)  # an index has 8 bytes
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The kernel of a convolution, for one sample."""
-
-    positions: int
-    cells: int
-    shape: Sequence[int]
-    stride: Sequence[int]
-    groups: int
-
-    def costs(self) -> Costs:
-        """Costs with the cheaper way to the products of windows with windows."""
-        pairs, numbers = self.positions**2, math.prod(self.shape)
-        still = 2 * _A_SMALL_PRODUCT * pairs * self.shape[0]
-        ghost = still + _A_NUMBER * pairs * self.groups + min(self.by_cells(), self.unfolded())
-        factors = self.positions * self.shape[0] + self.cells * self.shape[1] * self.groups
-        return Costs(2 * self.positions * numbers, ghost, numbers, factors, limited=True)
-
-    def by_cells(self) -> int:
-        """Operations for products of windows, as sums over taps of products of cells of one residue, axis by axis."""
-        residues = [min(step, taps) for step, taps in zip(self.stride, self.shape[2:], strict=True)]
-        cells, parts = self.cells // math.prod(self.stride), math.prod(residues)
-        products = 2 * _A_SMALL_PRODUCT * cells**2 * self.shape[1] * self.groups
-        passes = sum(-(-taps // count) for taps, count in zip(self.shape[2:], residues, strict=True))
-        added = self.groups * (cells**2 + cells * (cells + self.positions) * passes // 2 + self.positions**2)
-        return parts * (products + _A_NUMBER * added + _A_CALL * (2 + passes))
-
-    def unfolded(self) -> int:
-        """Operations for products of windows that are copied."""
-        copied = self.positions * math.prod(self.shape[1:]) * self.groups
-        return 2 * _A_SMALL_PRODUCT * self.positions * copied + _A_NUMBER * copied
+def kernel(positions: int, cells: int, shape: Sequence[int], groups: int) -> Costs:
+    """Costs of the kernel of a convolution; products of windows with windows are sums of those of cells over taps."""
+    numbers, pairs, taps = math.prod(shape), positions**2, math.prod(shape[2:])
+    products = 2 * _A_SMALL_PRODUCT * (pairs * shape[0] + cells**2 * shape[1] * groups)
+    ghost = products + _A_NUMBER * groups * (cells**2 + taps * pairs)
+    factors = positions * shape[0] + cells * shape[1] * groups
+    return Costs(2 * positions * numbers, ghost, numbers, factors, limited=True)

@@ -130,12 +130,11 @@ class Outer:
         if self.way is not None:
             return measured_together([self])
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
-
-        def form(a: Tensor, b: Tensor) -> Measured:
+        found = list[Measured]()
+        for a, b in numerics.in_pieces(a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd):
             norms_B = numerics.norms_of_rows(torch.bmm(a.transpose(1, 2), b).flatten(1))
-            return numerics.of_parts(norms_B, (numerics.lengths(a, 2) * numerics.lengths(b, 2)).sum(1))
-
-        return numerics.in_pieces(form, a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd)
+            found.append(numerics.of_parts(norms_B, (numerics.lengths(a, 2) * numerics.lengths(b, 2)).sum(1)))
+        return numerics.one_after_another(found)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""

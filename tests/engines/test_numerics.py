@@ -18,7 +18,7 @@ from zoo.parity import ENGINES, differences, roughen, truth_of
 
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
-from dpfunc.engines._numerics import Kernel, matrix, summed, table
+from dpfunc.engines._numerics import kernel, matrix, summed, table
 from dpfunc.functional import functionalize
 from dpfunc.rng import insecure_key
 
@@ -401,8 +401,8 @@ CHOSEN = {
     "many positions": (matrix(4096, 1024, 1024), "formed"),
     "LoRA: a narrow matrix is nearly free": (matrix(128, 8, 384), "formed"),
     "small table": (table(lookups=128, rows=16, d=64), "formed"),
-    "kernel, many positions": (Kernel(1024, 1024, (16, 3, 3, 3), (1, 1), 1).costs(), "formed"),
-    "kernel, few positions": (Kernel(16, 16, (512, 512, 3, 3), (1, 1), 1).costs(), "ghost"),
+    "kernel, many positions": (kernel(1024, 1024, (16, 3, 3, 3), 1), "formed"),
+    "kernel, few positions": (kernel(16, 16, (512, 512, 3, 3), 1), "ghost"),
 }
 
 

@@ -3,14 +3,13 @@
 May import: its folder, batches, rng and below. Trusted: yes.
 
 Gradients of many samples are formed by one convolution whose groups are the samples.
-Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions, S cells of the input.
+Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from itertools import product
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._numerics import Costs, Kernel, Measured, matrix, summed, to_accumulation_dtype
+from dpfunc.engines._numerics import Costs, Measured, kernel, matrix, summed, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, ParameterUse, Rule, of_axes, shaped
 
@@ -48,6 +47,12 @@ class ConvolutionArgs:
         overlap = any(span > step for span, step in zip(spans, self.stride, strict=True))
         return not (overlap or self.transposed or any(self.padding) or self.groups > 1)
 
+    def costs(self, size: int) -> Costs:
+        """Costs of one sample's gradient, whose result has so many positions, of all images."""
+        moves = math.prod(self.stride)
+        positions, cells = (size // moves, size) if self.transposed else (size, size * moves)
+        return kernel(positions, cells, self.shape, self.groups)
+
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
         """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
         shape = (copies * self.shape[0], *self.shape[1:])
@@ -58,44 +63,22 @@ class ConvolutionArgs:
         grad: Tensor = torch.ops.aten.convolution_backward(g_NP, x_NC, weight, None, *options, wanted)[1]
         return grad
 
-    def unfolded(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Windows (n, c * taps, m * T) of values (n, c, m, *cells), copied."""
-        axes = len(sizes)
-        reach = [
-            (size - 1) * step + (taps - 1) * dilation + 1
-            for size, step, taps, dilation in zip(sizes, self.stride, self.shape[2:], self.dilation, strict=True)
-        ]
-        cells = zip(reach, self.padding, values.shape[3:], strict=True)  # negative: cells that no window reaches
-        sides = [(pad, length - pad - count) for length, pad, count in cells]
-        ends = [side for pair in reversed(sides) for side in pair]
-        windows = F.pad(values, ends) if any(ends) else values
-        for axis, (taps, gap, step) in enumerate(zip(self.shape[2:], self.dilation, self.stride, strict=True), 3):
-            windows = windows.unfold(axis, (taps - 1) * gap + 1, step)[..., ::gap]
-        windows = windows.movedim(list(range(3 + axes, 3 + 2 * axes)), list(range(2, 2 + axes)))
-        return windows.flatten(2 + axes).flatten(1, 1 + axes)
-
-    def taps_by_residue(self, axis: int) -> dict[int, list[int]]:
-        """The taps of one axis by the cells that they read, `t s + k` with `k = r + s o`: r -> each o."""
-        offsets: dict[int, list[int]] = {}
-        for tap in range(self.shape[2 + axis]):
-            offset, residue = divmod(tap * self.dilation[axis] - self.padding[axis], self.stride[axis])
-            offsets.setdefault(residue, []).append(offset)
-        return offsets
-
-    def over_taps(self, values: Tensor, axis: int, size: int, offsets: Sequence[int]) -> Tensor:
-        """Sums of `values[t + o, u + o]` over the offsets o on one axis of the cells, for all positions t and u."""
-        first, second = 2 + axis, 3 + len(self.stride) + axis
-        shape = list(values.shape)
-        shape[first] = shape[second] = size
-        sums = values.new_zeros(shape)
-        for offset in offsets:
-            start, length = max(0, -offset), min(size, values.shape[first] - offset) - max(0, -offset)
-            if length > 0:  # elsewhere the tap meets nothing but padding
-                written, read = sums, values
-                for both in (first, second):
-                    written, read = written.narrow(both, start, length), read.narrow(both, start + offset, length)
-                written.add_(read)
-        return sums
+    def of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Products (n, m * T, m * T) of all windows of values (n, c, m, ...): sums over taps of products of cells."""
+        axes = list(zip(sizes, self.shape[2:], self.stride, self.dilation, self.padding, moved.shape[3:], strict=True))
+        reach = [(size - 1) * step + (taps - 1) * gap + 1 for size, taps, step, gap, *_ in axes]
+        ends = [(pad, length - pad - count) for length, (*_, pad, count) in zip(reach, axes, strict=True)]
+        cells = F.pad(moved, [end for pair in reversed(ends) for end in pair])  # negative: cells that no window reaches
+        products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
+        count, images, *strides = products.stride()
+        first, other, second = strides[: len(axes)], strides[len(axes)], strides[len(axes) + 1 :]
+        steps = [[stride * step for stride, step in zip(own, self.stride, strict=True)] for own in (first, second)]
+        both = [(one + two) * gap for one, two, gap in zip(first, second, self.dilation, strict=True)]
+        sizes, taps = (moved.shape[2], *sizes), self.shape[2:]
+        by_tap = products.as_strided(
+            (len(moved), *sizes, *sizes, *taps), (count, images, *steps[0], other, *steps[1], *both)
+        )
+        return by_tap.sum(list(range(-len(axes), 0))).flatten(1, 1 + len(axes)).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -106,22 +89,25 @@ class Convolved:
     x_BmC: Tensor
     args: ConvolutionArgs
 
+    def _pieces(self, numbers: int) -> Iterator["Convolved"]:
+        """Some samples at a time, of which so many numbers each are formed."""
+        for g_BmP, x_BmC in numerics.in_pieces(numbers, self.g_BmP, self.x_BmC, limit=_PIECE):
+            yield Convolved(g_BmP, x_BmC, self.args)
+
     def dense(self) -> Tensor:
-        """One convolution with B times the groups; of many numbers in pieces, whose memory is used again."""
-        g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
-        size = self._piece()
-        if size >= len(g_BmP):
-            return self._formed(g_BmP, x_BmC)
-        grads_B = g_BmP.new_empty(len(g_BmP), *self.args.shape)
-        for rows, g, x in zip(*(torch.split(each, size) for each in (grads_B, g_BmP, x_BmC)), strict=True):
-            rows.copy_(self._formed(g, x, rows))
+        """Weight gradients of all samples, of many numbers in pieces."""
+        size = math.prod(self.args.shape)
+        if len(self.g_BmP) * size <= _PIECE:
+            return self._formed()
+        dtype = numerics.accumulation_dtype(self.g_BmP.dtype)
+        grads_B = self.g_BmP.new_empty(len(self.g_BmP), *self.args.shape, dtype=dtype)
+        for (rows,), own in zip(numerics.in_pieces(size, grads_B, limit=_PIECE), self._pieces(size), strict=True):
+            rows.copy_(own._formed(rows))
         return grads_B
 
-    def _piece(self) -> int:
-        """Samples whose gradients have no more than _PIECE numbers; one at least."""
-        return max(1, _PIECE // max(1, math.prod(self.args.shape)))
-
-    def _formed(self, g_BmP: Tensor, x_BmC: Tensor, memory: Tensor | None = None) -> Tensor:
+    def _formed(self, memory: Tensor | None = None) -> Tensor:
+        """One convolution with B times the groups; it may use the memory of its result."""
+        g_BmP, x_BmC = to_accumulation_dtype(self.g_BmP), to_accumulation_dtype(self.x_BmC)
         if not len(g_BmP):
             return g_BmP.new_zeros(0, *self.args.shape)
         g_mBP, x_mBC = g_BmP.transpose(0, 1).flatten(1, 2), x_BmC.transpose(0, 1).flatten(1, 2)
@@ -131,78 +117,41 @@ class Convolved:
         """Norms, in pieces that bound the memory."""
         if not len(self.g_BmP):
             return Measured(to_accumulation_dtype(self.g_BmP.new_zeros(0)))
-        kernel, costs = self.kernel(), self.kernel().costs()
-        numbers = self.args.groups * (kernel.cells**2 + kernel.positions**2) if costs.ghost_pays else costs.numbers
-        run = self._ghost if costs.ghost_pays else self._formed_and_measured
+        size, numbers = self.g_BmP.shape[1] * math.prod(self.g_BmP.shape[3:]), math.prod(self.args.shape)
+        if not self.args.costs(size).ghost_pays:
+            return numerics.one_after_another([own._formed_and_measured() for own in self._pieces(numbers)])
+        numbers = self.args.groups * size**2 * (1 if self.args.transposed else math.prod(self.args.stride) ** 2)
+        return numerics.one_after_another([own._ghost() for own in self._pieces(numbers)])
 
-        def measure(g_BmP: Tensor, x_BmC: Tensor) -> Measured:
-            return run(to_accumulation_dtype(g_BmP), to_accumulation_dtype(x_BmC))
-
-        return numerics.in_pieces(measure, numbers, self.g_BmP, self.x_BmC, limit=_PIECE)
-
-    def kernel(self) -> Kernel:
-        moved, still = self._sides(self.g_BmP, self.x_BmC)
-        images = moved.shape[1]
-        positions, cells = (images * math.prod(side.shape[3:]) for side in (still, moved))
-        return Kernel(positions, cells, self.args.shape, self.args.stride, self.args.groups)
-
-    def _sides(self, g_BmP: Tensor, x_BmC: Tensor) -> tuple[Tensor, Tensor]:
-        """The side that the kernel moves over, and the one with a value for each of its positions."""
-        return (g_BmP, x_BmC) if self.args.transposed else (x_BmC, g_BmP)
-
-    def _formed_and_measured(self, g_BmP: Tensor, x_BmC: Tensor) -> Measured:
-        norms_B = numerics.norms_of_rows(self._formed(g_BmP, x_BmC).flatten(1))
-        return numerics.of_parts(norms_B, self._reach(g_BmP, x_BmC))
-
-    def _reach(self, g_BmP: Tensor, x_BmC: Tensor) -> Tensor:
-        """`sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
-        args, axes = self.args, len(self.args.stride)
-        (moved, scale_B), (still, other_B) = (_scaled(side, args.groups) for side in self._sides(g_BmP, x_BmC))
-        ones = moved.new_ones(args.groups, 1, *args.shape[2:])
-        windows = _CONVOLUTIONS[axes - 1](moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
-        for axis, size in enumerate(still.shape[2:], 2):
-            windows = windows.narrow(axis, 0, size)  # output_padding may reach further
-        reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(g_BmP), -1)).sum(1)
-        return numerics.lengths(reach_BG, 1) / scale_B / other_B
-
-    def _ghost(self, g_BmP: Tensor, x_BmC: Tensor) -> Measured:
-        """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t, whose products are sums over the taps.
+    def _ghost(self) -> Measured:
+        """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t.
 
         Bu et al. 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
         Privacy, section 3.
         """
-        moved, still = (self._by_group(side) for side in self._sides(g_BmP, x_BmC))
-        numbers = math.prod(self.args.shape) // self.args.groups // still.shape[1]
-        windows = self._of_windows(moved, still.shape[3:])
-        by_group = numerics.of_pairs(windows, _products(still), max(numbers, still.shape[1]))
-        return Measured(*(each.unflatten(0, (len(g_BmP), -1)).norm(dim=1) for each in by_group if each is not None))
+        groups = self.args.groups
+        wide = [torch.unflatten(to_accumulation_dtype(side), 2, (groups, -1)) for side in self._sides()]
+        moved, still = (side.movedim(1, 3).flatten(0, 1) for side in wide)  # (B * G, c, m, ...)
+        numbers = max(math.prod(self.args.shape[1:]), still.shape[1])
+        by_group = numerics.of_pairs(self.args.of_windows(moved, still.shape[3:]), _products(still), numbers)
+        return Measured(*(each.unflatten(0, (-1, groups)).norm(dim=1) for each in by_group if each is not None))
 
-    def _by_group(self, side: Tensor) -> Tensor:
-        """(B, m, G * c, ...) -> (B * G, c, m, ...)."""
-        return torch.unflatten(side, 2, (self.args.groups, -1)).transpose(1, 2).transpose(2, 3).flatten(0, 1)
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """The side that the kernel moves over, and the one with a value for each of its positions."""
+        return (self.g_BmP, self.x_BmC) if self.args.transposed else (self.x_BmC, self.g_BmP)
 
-    def _of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Products of all windows of a sample with each other, (n, m * T, m * T)."""
-        kernel = self.kernel()
-        if kernel.unfolded() <= kernel.by_cells():
-            windows = self.args.unfolded(moved, sizes)
-            return windows.transpose(1, 2) @ windows
-        by_axis = [self.args.taps_by_residue(axis) for axis in range(len(sizes))]
-        parts = [self._over_taps(moved, sizes, by_axis, residues) for residues in product(*by_axis)]
-        return reduce(Tensor.add_, parts)
-
-    def _over_taps(
-        self, moved: Tensor, sizes: Sequence[int], by_axis: Sequence[Mapping[int, Sequence[int]]],
-        residues: Sequence[int],
-    ) -> Tensor:  # fmt: skip
-        """Products of windows, over the taps that read the cells of these residues."""
-        picked = tuple(slice(residue, None, step) for residue, step in zip(residues, self.args.stride, strict=True))
-        cells = moved[(slice(None),) * 3 + picked]
-        products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
-        for axis, (size, residue, offsets) in enumerate(zip(sizes, residues, by_axis, strict=True)):
-            products = self.args.over_taps(products, axis, size, offsets[residue])
-        positions = moved.shape[2] * math.prod(sizes)
-        return products.reshape(len(cells), positions, positions)
+    def _formed_and_measured(self) -> Measured:
+        """Norms, and `sum_t |g_t| |x_t|` with the windows x_t, of the groups together."""
+        args, axes = self.args, len(self.args.stride)
+        sides = (_scaled(to_accumulation_dtype(side), args.groups) for side in self._sides())
+        (moved, scale_B), (still, other_B) = sides
+        ones = moved.new_ones(args.groups, 1, *args.shape[2:])
+        windows = _CONVOLUTIONS[axes - 1](moved, ones, None, args.stride, args.padding, args.dilation, args.groups)
+        for axis, size in enumerate(still.shape[2:], 2):
+            windows = windows.narrow(axis, 0, size)  # output_padding may reach further
+        reach_BG = torch.unflatten((windows * still).sqrt().flatten(2).sum(2), 0, (len(scale_B), -1)).sum(1)
+        norms_B = numerics.norms_of_rows(self._formed().flatten(1))
+        return numerics.of_parts(norms_B, numerics.lengths(reach_BG, 1) / scale_B / other_B)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One weight gradient of all samples."""
@@ -248,11 +197,7 @@ def _costs(use: ParameterUse) -> Costs:
     if "weight" not in use.shapes:
         return summed(sum(math.prod(shape) for shape in use.shapes.values()))
     args, size = _args(use), use.output.numel() // max(1, use.num_samples * use.output[1])
-    if args.apart:
-        return matrix(size, args.shape[0], math.prod(args.shape[1:]))
-    moves = math.prod(args.stride)
-    positions, cells = (size // moves, size) if args.transposed else (size, size * moves)
-    return Kernel(positions, cells, args.shape, args.stride, args.groups).costs()
+    return matrix(size, args.shape[0], math.prod(args.shape[1:])) if args.apart else args.costs(size)
 
 
 def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:
