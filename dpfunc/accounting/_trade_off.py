@@ -12,7 +12,6 @@ from dpfunc._utils.validation import expect, non_negative, open_unit, unit_inter
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu, gaussian_true_positives
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._search import falling_root, least
-from dpfunc.accounting._tilted import LEAST_DELTA
 from dpfunc.accounting.accountant import ROUNDING, all_take_part, deltas_of, rough_delta
 from dpfunc.accounting.events import largest_loss
 from dpfunc.accounting.ledger import Ledger
@@ -24,6 +23,7 @@ RATES = (0.001, 0.01, 0.1)  # false positives at which the page says how many tr
 _DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
 _WIDTH = 1.0  # of log delta, where the bound on true positives is least
 _NARROW, _FLAT = 1e-5, 1e-6  # parts of a range of epsilon, unless the bound is flat to this share of itself
+_TINY = 1e-12  # smaller deltas are found by their epsilons
 _SMALLEST = -460.0  # log of the least delta of `tilted`
 
 Point = tuple[float, float]  # delta, epsilon
@@ -66,9 +66,12 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
     if target >= worst * (1 - ROUNDING) or lost == 1:
         return lost
 
-    about = rough_delta(ledger.law, ledger.adjacency, target)
-    if curve := deltas_of(ledger.law, ledger.adjacency, [max(about / 3, LEAST_DELTA)]):
-        return min(1.0, lost + curve(target))
+    near = rough_delta(ledger.law, ledger.adjacency, target) / 3
+    while near > _TINY and (curve := deltas_of(ledger.law, ledger.adjacency, [near])):
+        found = curve(target)
+        if found >= near / 100:  # else what is beyond the lattice may be much of it
+            return min(1.0, lost + found)
+        near = found / 3
 
     def excess(log_delta: float) -> float:
         found = min(_epsilon(ledger, math.exp(log_delta)), 1e9)

@@ -46,6 +46,15 @@ def test_delta_is_the_inverse_of_epsilon(at):
             assert found * 0.99 < 1e-4 or epsilon(ledger, found * 0.99).epsilon >= at * (1 - 1e-3)
 
 
+@pytest.mark.parametrize(("event", "at"), [(Event(0.00175, 3.03, 19), 0.5), (Event(0.002, 1.49, 3), 0.1)])
+def test_tiny_deltas_are_tight(event, at):
+    """Of few steps, where the first estimate of delta is much too large."""
+    ledger = Ledger((event,))
+    found = delta_at(ledger, at)
+    assert 0 < found < 1e-11
+    assert epsilon(ledger, found * (1 - 1e-2)).epsilon >= at * (1 - 1e-3)
+
+
 @pytest.mark.parametrize("at", [0.2, 1.0])
 def test_delta_against_integration(at):
     """Two sampled steps, by a sum over both outputs; both orders."""
