@@ -372,6 +372,11 @@ def _texts(value: str, whole: bool = False) -> list[str]:
     found = json.loads(value)
     if isinstance(found, str):
         return [found] if whole else found.split()
+    refuse(
+        (not isinstance(found, list) or any(not isinstance(each, str) for each in found),
+         "Expected a path, or a list of paths, of the images of a chat, got another value. Of an object write its "
+         "path."),
+    )  # fmt: skip
     return list(found)
 
 
