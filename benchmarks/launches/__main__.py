@@ -17,7 +17,6 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,12 @@ def step_of(name: str, copies: int = 1) -> Callable[..., object]:
     inputs, targets = (torch.cat([rows] * copies) for rows in (problem.inputs, problem.targets))
     loss_fn, params = problem.functional()
     clipped_grad = dpfunc.clipped.make_clipped_grad(loss_fn, dpfunc.clipping.Flat(problem.clip_norm), engine=engine)
-    step = partial(clipped_grad, params, (inputs, targets))
+
+    def step(checked: bool = False) -> object:
+        if not checked:
+            return clipped_grad(params, (inputs, targets))
+        return clipped_grad.of_step(clipped_grad.at(0, None), params, (inputs, targets), mask_B=None, key=None)
+
     with no_rows_alone():
         for _ in range(2):
             step()
