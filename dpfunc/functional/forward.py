@@ -133,24 +133,23 @@ class Forward:
         At its end, or after an error, each part has the parameters and buffers that it had, also those that the module
         has moved during the call, as PEFT does.
         """
-        own = self._owners if self._parts == parts else owners(self.module, self.places)
+        at = self._owners if self._parts == parts else owners(self.module, self.places)
         state = self._state(params, self.buffers)
-        before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (part, part._parameters.copy(), part._buffers.copy()) for part in parts
-        ]
+        tables: list[tuple[Any, dict[str, Any]]] = [(p, own) for p in parts for own in (p._parameters, p._buffers)]
+        before = [(part.__dict__, table, table.copy()) for part, table in tables]
         try:
             for place, tensor in state.items():
-                _registered(*own[place])[own[place][1]] = tensor
+                _registered(*at[place])[at[place][1]] = tensor
             with fsdp.recovered(self.module) if any_fully_sharded(parts) else nullcontext():
                 yield
-            _refuse_replaced(state, {place: _registered(*own[place]).get(own[place][1]) for place in state})
+            _refuse_replaced(state, {place: _registered(*at[place]).get(at[place][1]) for place in state})
         finally:
-            for part, parameters, buffers in before:
-                for name in part.__dict__.keys() & (parameters.keys() | buffers.keys()):  # moved there
-                    del part.__dict__[name]
-                for held, tensors in ((part._parameters, parameters), (part._buffers, buffers)):
-                    held.clear()
-                    held.update(tensors)
+            for attributes, table, tensors in before:
+                if table or tensors:  # quick: most parts have none
+                    for name in attributes.keys() & tensors.keys():  # moved there
+                        del attributes[name]
+                    table.clear()
+                    table.update(tensors)
 
     def _state(self, params: Params, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = {**buffers, **self.frozen, **params}
