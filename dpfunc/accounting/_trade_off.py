@@ -40,8 +40,8 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
         ledger: what was released. epsilon: >= 0.
 
     Returns:
-        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else not
-        further above the truth than `tilted` is. 0 stands for less than 1e-199, or for nothing: a pure release at its
+        delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else about
+        as far above the truth as `tilted` is. 0 stands for less than 1e-199, or for nothing: a pure release at its
         epsilon; 1 if `tilted` says nothing.
 
     Raises:
