@@ -9,7 +9,8 @@ Axis letters: B samples, m images of one sample, C and P channels, G groups, T p
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -70,15 +71,11 @@ class ConvolutionArgs:
         ends = [(pad, length - pad - count) for length, (*_, pad, count) in zip(reach, axes, strict=True)]
         cells = F.pad(moved, [end for pair in reversed(ends) for end in pair])  # negative: cells that no window reaches
         products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
-        count, images, *strides = products.stride()
-        first, other, second = strides[: len(axes)], strides[len(axes)], strides[len(axes) + 1 :]
-        steps = [[stride * step for stride, step in zip(own, self.stride, strict=True)] for own in (first, second)]
-        both = [(one + two) * gap for one, two, gap in zip(first, second, self.dilation, strict=True)]
-        sizes, taps = (moved.shape[2], *sizes), self.shape[2:]
-        by_tap = products.as_strided(
-            (len(moved), *sizes, *sizes, *taps), (count, images, *steps[0], other, *steps[1], *both)
-        )
-        return by_tap.sum(list(range(-len(axes), 0))).flatten(1, 1 + len(axes)).flatten(2)
+        whole, between = slice(None), (slice(None),) * len(axes)
+        for axis, (size, taps, step, gap, *_) in enumerate(axes, 2):
+            by_tap = [slice(at * gap, at * gap + (size - 1) * step + 1, step) for at in range(taps)]
+            products = reduce(add, [products[(*(whole,) * axis, tap, *between, tap)] for tap in by_tap])
+        return products.flatten(1, 1 + len(axes)).flatten(2)
 
 
 @dataclass(frozen=True)
