@@ -262,10 +262,10 @@ def table(lookups: int, rows: int, d: int) -> Costs:
     return Costs(moved, 2 * moved, rows * d, lookups * (d + 2), limited=True)  # an index has 8 bytes
 
 
-def kernel(positions: int, cells: int, shape: Sequence[int], groups: int) -> Costs:
+def kernel(positions: int, cells: int, moves: int, shape: Sequence[int], groups: int) -> Costs:
     """Costs of the kernel of a convolution; products of windows with windows are sums of those of cells over taps."""
-    numbers, pairs, taps = math.prod(shape), positions**2, math.prod(shape[2:])
-    products = 2 * _A_SMALL_PRODUCT * (pairs * shape[0] + cells**2 * shape[1] * groups)
-    ghost = products + _A_NUMBER * groups * (cells**2 + taps * pairs)
+    numbers, pairs, taps, met = math.prod(shape), positions**2, math.prod(shape[2:]), cells**2 // moves
+    products = 2 * _A_SMALL_PRODUCT * (pairs * shape[0] + met * shape[1] * groups)
+    ghost = products + _A_NUMBER * groups * (met + taps * pairs)
     factors = positions * shape[0] + cells * shape[1] * groups
     return Costs(2 * positions * numbers, ghost, numbers, factors, limited=True)

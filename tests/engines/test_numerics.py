@@ -401,8 +401,8 @@ CHOSEN = {
     "many positions": (matrix(4096, 1024, 1024), "formed"),
     "LoRA: a narrow matrix is nearly free": (matrix(128, 8, 384), "formed"),
     "small table": (table(lookups=128, rows=16, d=64), "formed"),
-    "kernel, many positions": (kernel(1024, 1024, (16, 3, 3, 3), 1), "formed"),
-    "kernel, few positions": (kernel(16, 16, (512, 512, 3, 3), 1), "ghost"),
+    "kernel, many positions": (kernel(1024, 1024, 1, (16, 3, 3, 3), 1), "formed"),
+    "kernel, few positions": (kernel(16, 16, 1, (512, 512, 3, 3), 1), "ghost"),
 }
 
 

@@ -52,7 +52,7 @@ class ConvolutionArgs:
         """Costs of one sample's gradient, whose result has so many positions, of all images."""
         moves = math.prod(self.stride)
         positions, cells = (size // moves, size) if self.transposed else (size, size * moves)
-        return kernel(positions, cells, self.shape, self.groups)
+        return kernel(positions, cells, moves, self.shape, self.groups)
 
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
         """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
@@ -65,16 +65,22 @@ class ConvolutionArgs:
         return grad
 
     def of_windows(self, moved: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Products (n, m * T, m * T) of all windows of values (n, c, m, ...): sums over taps of products of cells."""
+        """Products (n, m * T, m * T) of all windows of values (n, c, m, ...): sums over taps of products of cells.
+
+        Two windows meet at cells that are a multiple of the stride apart: one product for each rest of the division.
+        """
         axes = list(zip(sizes, self.shape[2:], self.stride, self.dilation, self.padding, moved.shape[3:], strict=True))
-        reach = [(size - 1) * step + (taps - 1) * gap + 1 for size, taps, step, gap, *_ in axes]
-        ends = [(pad, length - pad - count) for length, (*_, pad, count) in zip(reach, axes, strict=True)]
+        counts = [size + (taps - 1) * gap // step for size, taps, step, gap, *_ in axes]
+        ends = [(pad, own * step - pad - cells) for own, (_, _, step, _, pad, cells) in zip(counts, axes, strict=True)]
         cells = F.pad(moved, [end for pair in reversed(ends) for end in pair])  # negative: cells that no window reaches
-        products = _products(cells).reshape(len(cells), *cells.shape[2:], *cells.shape[2:])
-        whole, between = slice(None), (slice(None),) * len(axes)
-        for axis, (size, taps, step, gap, *_) in enumerate(axes, 2):
-            by_tap = [slice(at * gap, at * gap + (size - 1) * step + 1, step) for at in range(taps)]
-            products = reduce(add, [products[(*(whole,) * axis, tap, *between, tap)] for tap in by_tap])
+        for axis, step in enumerate(self.stride):
+            cells = cells.unflatten(3 + 2 * axis, (-1, step)).movedim(4 + 2 * axis, 0)
+        shape = (*cells.shape[: 1 + len(axes)], *(moved.shape[2], *counts) * 2)
+        products = _products(cells.flatten(0, len(axes))).reshape(shape)
+        for axis, (size, taps, step, gap, *_) in reversed(list(enumerate(axes))):
+            places = [divmod(tap * gap, step) for tap in range(taps)]
+            first, second = 2 * axis + 2, 2 * axis + 3 + len(axes)
+            products = reduce(add, [products[r].narrow(first, at, size).narrow(second, at, size) for at, r in places])
         return products.flatten(1, 1 + len(axes)).flatten(2)
 
 
@@ -117,7 +123,8 @@ class Convolved:
         size, numbers = self.g_BmP.shape[1] * math.prod(self.g_BmP.shape[3:]), math.prod(self.args.shape)
         if not self.args.costs(size).ghost_pays:
             return numerics.one_after_another([own._formed_and_measured() for own in self._pieces(numbers)])
-        numbers = self.args.groups * size**2 * (1 if self.args.transposed else math.prod(self.args.stride) ** 2)
+        moves = math.prod(self.args.stride)
+        numbers = self.args.groups * (-(-(size**2) // moves) if self.args.transposed else size**2 * moves)
         return numerics.one_after_another([own._ghost() for own in self._pieces(numbers)])
 
     def _ghost(self) -> Measured:
