@@ -34,7 +34,7 @@ from dpfunc.distributed._object_collectives import all_or_none, by_writer, check
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
-from dpfunc.rng import fingerprint, secure_key
+from dpfunc.rng import fingerprint, numbers_of_numpy, secure_key
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest, resumed
 from dpfunc.types import Batch, Params
 
@@ -145,7 +145,7 @@ def save(
     files = all_or_none(prepare, ranks, _FAILED)
     texts = {name: json.dumps(values) for name, values in files.items()}
     check_agreement({**texts, "directory": str(parent.resolve()), "keep": str(keep)}, tensors, ranks)
-    files[folder.STATE]["layout"] = layout(params, ranks)
+    files[folder.STATE] |= {"layout": layout(params, ranks), "numbers": numbers_of_numpy()}
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     with writing(parent, state.ledger, plan), ExitStack() as stack:
         work = parent / by_writer(partial(_begin, parent, state, stack), ranks, _FAILED)
@@ -303,6 +303,8 @@ def load(
         form.refuse("plan", path, form.plan_difference(plan, folder.read_json(path / folder.PLAN)))
         same = values["data"] == form.data_fingerprint(data, form.key_of(values))
         form.refuse("data set", path, [] if same else ["the data differ from those the run was started on"])
+        same = values.get("numbers") in (None, numbers_of_numpy())  # None: an older version does not say it
+        form.refuse("numpy", path, [] if same else ["its batches and noise would be others from here on"])
         table = read_table(path)
         saved = {n.removeprefix(PARAMS): form.describe(tensor) for n, tensor in table.items() if n.startswith(PARAMS)}
         form.refuse("parameter set", path, form.difference(saved, {n: form.describe(p) for n, p in params.items()}))

@@ -27,7 +27,7 @@ from dpfunc._utils.processes import Window, local, window
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _chacha as chacha
-from dpfunc.rng import Key, Streams, fold_in, stream
+from dpfunc.rng import Key, Streams, fold_in
 
 TILE = 2**16
 TILE_COLS = 2**8
@@ -51,16 +51,6 @@ class Part(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """Numbers of rows and columns that are held."""
         return self.window.shape
-
-
-def tile(key: Key, name: str, number: int, size: int = TILE) -> npt.NDArray[np.float64]:
-    """The first `size` numbers of one tile of a parameter: float64 standard normals, tails as far as float64 goes.
-
-    Guarantees:
-        tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of
-        tiles, parameters and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
-    """
-    return stream(fold_in(key, "normal", name, number)).standard_normal(size)
 
 
 class Tile(NamedTuple):
@@ -109,17 +99,20 @@ Leaves = Mapping[str, Tensor | Part]  # what noise is for: name -> tensor, DTens
 def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[str, Tensor]:
     """Standard normals of the shape and dtype (float32 or float64) of each leaf, on the CPU; the own part of a DTensor.
 
-    The number of threads, one a core of this process unless given, has no influence on the result.
+    The number of threads, by default one a core and at most two, has no influence on the result.
+
+    Guarantees:
+        tests/noise/test_streams.py: the distribution (test_is_standard_normal, test_tails), independence of tiles,
+        parameters and keys (test_no_correlation), the same numbers in every version (test_known_numbers).
     """
     noise: dict[str, npt.NDArray[np.floating[Any]]] = {}
-    found: list[tuple[str, Tile]] = []
+    jobs: deque[tuple[str, Tile]] = deque()
     for name, leaf in like.items():
         part = _window(leaf, name)
         noise[name] = np.empty(part.shape, _NUMPY_DTYPES[leaf.dtype])
-        found += [(name, each) for each in tiles(part)]
-    jobs = deque(found)
-    worth = math.ceil(sum(each.needed for _, each in found) / _FOR_A_THREAD)
-    others = min(threads or _cores(), worth, len(jobs)) - 1
+        jobs.extend((name, each) for each in tiles(part))
+    worth = sum(each.needed for _, each in jobs) // _FOR_A_THREAD
+    helpers = min(worth, (threads or _cores()) - 1, len(jobs) - 1)
 
     def draw() -> None:
         room, streams = np.empty(TILE), Streams()  # of this thread
@@ -132,9 +125,9 @@ def secure_normal(key: Key, like: Leaves, threads: int | None = None) -> dict[st
             numbers = opened.standard_normal(out=room[: each.needed])
             noise[name][each.there] = numbers.reshape(-1, each.width)[each.inside]
 
-    pool = ThreadPoolExecutor(max(others, 1), thread_name_prefix="noise")  # which begins a thread when it gets work
+    pool = ThreadPoolExecutor(max(helpers, 1), thread_name_prefix="noise")  # starts no thread before it gets work
     try:
-        begun = [pool.submit(draw) for _ in range(others)]
+        begun = [pool.submit(draw) for _ in range(helpers)]
         draw()
         for thread in begun:
             thread.result()  # raises what it raised: no number is given out that was not drawn

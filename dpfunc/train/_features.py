@@ -21,7 +21,7 @@ from dpfunc.features.tables import TableFeatures, number_of
 from dpfunc.recipes import Head, unit_rows
 from dpfunc.rng import Key, torch_seed
 from dpfunc.train.config import Job
-from dpfunc.train.tables import Table, json_values
+from dpfunc.train.tables import Table
 
 Front = TableFeatures | ScatteringFeatures | EncoderFeatures
 _ENCODER = "encoder"  # folder beside the weights of the head
@@ -116,20 +116,10 @@ def load_features(folder: Path) -> tuple[Any, Front]:
         return model, load_encoder(str(folder / _ENCODER), {"local_files_only": True})
     if config.task != "table_classification":
         return model, ScatteringFeatures(**config.front)
-    return model, TableFeatures(
-        **config.front | {name: _ordered(folder, name, config.front[name]) for name in _COLUMNS}
-    )
-
-
-def _ordered(folder: Path, name: str, columns: Any) -> dict[str, Any]:
-    """Columns in the order of training, which folders of older versions have in the job file beside them alone."""
-    if not isinstance(columns, Mapping) or len(columns) < 2:
-        return dict(columns)
-    known = json_values(folder.absolute().parent / "job.json").get("filled", {}).get("data", {}).get(name)
+    columns = {name: config.front[name] for name in _COLUMNS}
     refuse(
-        (known != columns,
-         f"Expected the order of the columns in data.{name}, got {str(folder)!r}, which an older version wrote with "
-         "sorted names: predictions would be those of other columns. Put the folder back beside the job.json of its "
-         "run, which has the order."),
+        (any(isinstance(own, Mapping) and len(own) > 1 for own in columns.values()),
+         f"Expected the columns of a table in the order of training, got {str(folder)!r}, which an older version wrote "
+         "with sorted names: predictions would be those of other columns. Train it again."),
     )  # fmt: skip
-    return dict(known)
+    return model, TableFeatures(**config.front | {name: dict(own) for name, own in columns.items()})

@@ -12,7 +12,7 @@ from cases import params
 from full_disk import at_most
 from run_cases import DATA, PLAN, Run, start, store
 
-from dpfunc import Journal, Ledger, Plan, clipping, load, sampling, save, take
+from dpfunc import Journal, Ledger, Plan, clipping, load, rng, sampling, save, take
 from dpfunc.accounting import Event
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
 
@@ -238,3 +238,14 @@ def test_another_run_is_refused_with_the_difference(tmp_path, changes, message):
     run.save(journal=None)
     with pytest.raises(CheckpointError, match=message):
         run.load(**{"journal": None, "without_journal": "new_key", **changes})
+
+
+def test_a_numpy_that_draws_other_numbers_resumes_nothing(tmp_path, monkeypatch):
+    """An epoch would go on in another order, and correlated noise with other numbers than those that are out."""
+    run = Run(tmp_path).step()
+    run.save()
+    monkeypatch.setattr(rng, "stream", lambda key, own=rng.stream: own(rng.fold_in(key, "of another version")))
+    with pytest.raises(CheckpointError, match="belongs to another numpy: its batches and noise would be others"):
+        run.load()
+    monkeypatch.undo()
+    assert run.load().state.step == 1

@@ -21,11 +21,21 @@ from scipy import stats
 from dpfunc._utils.processes import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
-from dpfunc.noise._streams import TILE, device_normal, secure_normal, standard_normal, tile, tiles
+from dpfunc.noise._streams import TILE, device_normal, secure_normal, standard_normal, tiles
 from dpfunc.rng import Key, Streams, fold_in, insecure_key, stream
 
 KEY = insecure_key(0)
 LEAVES = {"a": torch.zeros(3 * TILE + 17), "b.weight": torch.zeros(40, 50), "c": torch.zeros(()), "d": torch.zeros(0)}
+
+
+def tile(key, name, number, size=TILE):
+    """The first numbers of one tile of a parameter."""
+    return stream(fold_in(key, "normal", name, number)).standard_normal(size)
+
+
+def test_tiles_are_those_of_a_parameter():
+    drawn = secure_normal(KEY, {"w": torch.zeros(3 * TILE, dtype=torch.float64)})["w"].numpy()
+    assert np.array_equal(drawn, np.concatenate([tile(KEY, "w", number) for number in range(3)]))
 
 
 def numbers(key, name="w", tiles=4):
