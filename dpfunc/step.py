@@ -270,7 +270,7 @@ class DPStep:
 
     @property
     def decision(self) -> Decision | None:
-        """Engine that `engine="auto"` decided on, and why; None before the first batch, or with another engine."""
+        """How the rows of the last microbatch were computed, and why; None before the first, or where none is told."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
 

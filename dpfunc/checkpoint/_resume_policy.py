@@ -10,12 +10,13 @@ them.
 
 | journal | layout | steps in the journal beyond the checkpoint | the run goes on |
 |---|---|---|---|
-| given | as it was | any | with its key, and repeats them bit for bit, at no cost; `recharge` has no effect |
+| given | that of those steps | any | with its key, and repeats them bit for bit at no cost; `recharge` has no effect |
 | given | another | none | with its key |
-| given | another | some | not; with `recharge` with a new key, and pays for them again |
-| none | any | unknown | with a new key; not where one went on from there before, unless `later_runs="ignore"` |
+| given | another | some | is refused; with `recharge=True`: a new key, charged again |
+| none | any | unknown | is refused; `without_journal="new_key"`: a new key, unless a run with one went on from there |
 
-In each row the ledger gets all steps of the lineage that the journal has.
+The last refusal is lifted by `later_runs="ignore"`. In each row the ledger gets all steps of the lineage that the
+journal has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -226,10 +227,10 @@ def _refuse_others(history: History, state: StepState, plan: Plan) -> None:
 
 
 def _refuse_continued(history: History) -> None:
-    """Refuse a checkpoint from which a run without a journal went on before: nobody would count its steps."""
+    """Refuse a checkpoint from which a run with a new key went on before: nobody would count its steps."""
     if before := [note.run for note in history.notes[history.values["notes"] :] if note.parent == history.run]:
         raise CheckpointError(
-            "Expected a checkpoint from which no run has gone on without a journal, got one from which "
+            "Expected a checkpoint from which no run has gone on with a new key, got one from which "
             f"{len(before)} did ({shorten(before)}), and left no checkpoint. What they released is in no ledger, but "
             f"that of a journal if they had one: then begin a new run from the saved parameters that counts it, "
             f"{_BEGIN}=dpfunc.checkpoint.journal_ledger(path)). If they took no step, or you count their steps, pass "

@@ -236,9 +236,9 @@ def load(
 ) -> Checkpoint:
     """Read the newest complete checkpoint into the layout of these processes, and refuse one of another run.
 
-    In the layout in which it was saved the steps after the checkpoint are repeated bit for bit, on the same data, at no
-    cost. In another one (processes, machine, threads) sums round differently: the run goes on with the same noise only
-    when the journal has no step beyond the checkpoint. In all cases the ledger has every step in the journal.
+    In the layout in which they were computed the steps after the checkpoint are repeated bit for bit, on the same data,
+    at no cost. In another one (processes, machine, threads) sums round differently: the run goes on with the same noise
+    only when the journal has no step beyond the checkpoint. In all cases the ledger has every step in the journal.
 
     Args:
         directory: as given to `save`. plan, data: of this run; must equal the saved ones.
@@ -257,10 +257,10 @@ def load(
             checkpoint without one. The ledger lacks its steps: if it saw the same records, count both.
 
     Raises:
-        CheckpointError: none there, damaged, of another run, or not to be repeated; the difference is shown. No
-            journal, or one that lacks steps which the checkpoint has, or lines which it had when that was saved; or a
-            copy of one that is still in its own place, whichever went on. Of copies elsewhere, or on other machines,
-            nothing is seen: a line in the log warns.
+        CheckpointError: none there, damaged, of another run, of a numpy that makes other numbers of a key, or not to be
+            repeated; the difference is shown. No journal, or one that lacks steps which the checkpoint has, or lines
+            which it had when that was saved; or a copy of one that is still in its own place, whichever went on. Of
+            copies elsewhere, or on other machines, nothing is seen: a line in the log warns.
         InvalidArgument: both journal and without_journal="new_key", or sharded tensors without ranks.
 
     Guarantees:

@@ -309,7 +309,7 @@ class _RowPass(Pass):
 
 
 class _PlainFunctions(_RowPass):
-    """A pass whose custom functions are nodes of the level of gradients; see `levels.custom_functions`."""
+    """A pass whose custom functions are nodes of the level of gradients; see `custom_functions` in `_levels.py`."""
 
     depth = 0
 
@@ -445,7 +445,7 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], k
                 losses_1, aux = checks.split_aux(rows.loss_fn(dict(given), record))
                 mode.returned(losses_1, aux)
                 found = run_backward(losses_1, (mode.anchor, *mode.leaves.values()))[1:]
-        except (*ORDINARY, struct.error) as error:  # C makes one of its own of what ends a pass
+        except (*ORDINARY, struct.error) as error:  # struct.unpack makes an error of its own of a Stop inside of it
             refuse_out_of_memory(error)
             if mode.stopped is not None:
                 raise mode.stopped from error

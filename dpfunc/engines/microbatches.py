@@ -60,7 +60,7 @@ class RowEngine(Protocol):
         """Gradients of rows at these positions of a batch, of which random numbers of a row are a function."""
 
     def decision(self, loss_fn: LossFn) -> Any:
-        """The way in which the rows of the last batch were computed, and its reason; None before the first batch."""
+        """The way in which the rows of the last microbatch were computed, and its reason; None before the first."""
 
 
 @dataclass

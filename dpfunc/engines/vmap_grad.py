@@ -41,7 +41,7 @@ _MAX_PASSES = 64
 
 @dataclass(frozen=True)
 class Decision:
-    """Way in which the rows of the last step of a loss function were computed, and the reason.
+    """Way in which the rows of the last microbatch of a loss function were computed, and the reason.
 
     Args:
         engine: `"one pass"`, `"groups"` (of rows that agree on what Python reads) or `"loop"`. reason: in words.
@@ -255,7 +255,7 @@ class VmapGrad:
         return Decision("one pass", f"all rows together{slower}{by_row}", names)
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
-        """Decision about the last step of a loss function, and why; None before its first batch."""
+        """Decision about the last microbatch of a loss function, and why; None before its first."""
         return self._decisions.get(loss_fn)
 
     def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
