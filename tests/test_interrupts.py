@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,18 @@ def interrupted(call, number):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that are closed a little later
 def test_ctrl_c_at_any_line_of_a_step(tmp_path):
-    dp_step, values, batch, state, path = run_of(tmp_path / "whole")
-    watch, stopped = interrupted(lambda: dp_step(values, batch, state), None)
-    assert not stopped
-    assert watch.count > 150
+    counts = []  # of lines, which some keys have more of
+    for number in range(5):
+        dp_step, values, batch, state, path = run_of(tmp_path / f"whole {number}")
+        watch, stopped = interrupted(partial(dp_step, values, batch, state), None)
+        assert not stopped
+        counts.append(watch.count)
+    assert min(counts) > 150
     kept = {"not taken": 0, "journalled": 0, "released": 0}
     for point in range(POINTS):
         dp_step, values, batch, state, path = run_of(tmp_path / str(point))
         stopped = interrupted(lambda dp_step=dp_step, values=values, batch=batch, state=state: dp_step(values, batch, state),
-                              1 + point * watch.count // POINTS)[1]  # fmt: skip
+                              1 + point * min(counts) // POINTS)[1]  # fmt: skip
         assert stopped
         counted = journal_ledger(path).num_steps
         assert counted >= state.ledger.num_steps == 1, "never less than the caller's own ledger"

@@ -121,7 +121,7 @@ def test_sensitivity(seed, size, grouping, engine, share, told, scale, spoiled, 
     def found(chosen, adjacency):
         prepared = make_clipped_grad(linear_loss, rule, adjacency=adjacency, **options)
         rows = dpfunc.take(batch, torch.tensor(chosen, dtype=torch.int64))
-        clipped, _ = prepared(params(), rows, clip=prepared.at(0, state))
+        clipped, _ = prepared.of_step(prepared.at(0, state), params(), rows, mask_B=None, key=None)
         assert clipped.sums[RULE_LEAF].shape == (len(group_names),)
         return flat(clipped.sums), clipped.sensitivity
 
@@ -140,7 +140,9 @@ def test_the_sensitivity_is_used_up():
     for grouping in GROUPINGS.values():
         prepared = make_clipped_grad(linear_loss, Adaptive(1.0, share=0.3, groups=grouping))
         state = prepared.clip.initial(tuple(dict.fromkeys(grouping.assign(tuple(params())))))
-        clipped, _ = prepared(params(), as_batch(random_rows(0, 1, 1e6)), clip=prepared.at(0, state))
+        clipped, _ = prepared.of_step(
+            prepared.at(0, state), params(), as_batch(random_rows(0, 1, 1e6)), mask_B=None, key=None
+        )
         counts = clipped.sums[RULE_LEAF]
         gradient = flat({name: value for name, value in clipped.sums.items() if name != RULE_LEAF})
         assert float(gradient.norm()) == pytest.approx(1.0, rel=1e-3)
@@ -154,7 +156,7 @@ def test_the_noise_of_the_count(adjacency):
     rule = Adaptive(1.0, share=count_share(z, sigma_b))
     prepared = make_clipped_grad(linear_loss, rule, adjacency=adjacency)
     clip = prepared.at(0, {"all": 20.0})
-    clipped, unreleased = prepared(params(), as_batch(random_rows(3, size)), clip=clip)
+    clipped, unreleased = prepared.of_step(clip, params(), as_batch(random_rows(3, size)), mask_B=None, key=None)
     below = int((unreleased.norms_BG <= 20.0).sum())
     counts, gradients = [], []
     for number in range(rounds):

@@ -97,7 +97,7 @@ BAD = {
     "no header": ("t.csv", "my secret,spam\nanother secret,ham\n", "a .csv needs a first line with the names"),
     "a long row": ("t.csv", "label\nham,my secret,secret\n", r"at most 1 values in row 1 \(line 2\) of t.csv, as its first line has names"),
     "another case": ("t.csv", "secret, Text\nham,my secret\n", "There is ' Text': name it in the section data"),
-    "an empty value": ("t.jsonl", '{"text": null, "secret": "a"}', "It is empty, null or NaN, or a list or an object"),
+    "an empty value": ("t.jsonl", '{"text": null, "secret": "a"}', "It is empty, null or NaN, or a list, an object, bytes or a picture"),
     "deep JSON": ("t.jsonl", '{"text": ' + "[" * 100_000, "got line 1, which is none: its values are nested too deeply"),
     "a long number": ("t.jsonl", '{"text": ' + "7" * 5000 + "}", "got line 1, which is none: a number has too many digits"),
     "half a pair": ("t.jsonl", '{"text": "my secret \\ud800"}', "in row 1 of t.jsonl, got half of a surrogate pair"),
