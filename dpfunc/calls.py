@@ -37,7 +37,7 @@ class _Given(NamedTuple):
 
 
 class Calls:
-    """What one private step remembers of its calls, and the checks that compare a new one with them."""
+    """Memory of the calls of one private step, with checks that compare a new call with them."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[object, ...], _Given] = {}

@@ -222,7 +222,7 @@ def stable_repr(value: object) -> str:
 
 
 class _Releases:
-    """What this process has released of a run."""
+    """Steps of a run that this process has released, by their digests."""
 
     def __init__(self) -> None:
         self.next_step: int | None = None  # the first one that was not released yet; None where the run is new here
@@ -382,8 +382,7 @@ def check_repeated(state: StepState, release: str) -> None:
             "difference would have no noise. Something is not as it was: the records or their order, augmentation by "
             "NumPy's or Python's random numbers, optimizer or its state, learning rate, loss, engine, precision, "
             "microbatch_size (with dropout), number of processes or threads, numpy, or a kernel that is not "
-            "deterministic. "
-            "Resume with what the run was started with; or go on as a new run from the saved "
+            "deterministic. Resume with what the run was started with; or go on as a new run from the saved "
             "parameters, which counts the old one: dp_step.init(params, dpfunc.secure_key(), journal_ledger(path)). "
             "Nothing was released and nothing was spent."
         )

@@ -270,7 +270,7 @@ class DPStep:
 
     @property
     def decision(self) -> Decision | None:
-        """How the rows of the last microbatch were computed, and why; None before the first, or where none is told."""
+        """The way of the rows of the last microbatch, with its reason; None before the first, or where none is told."""
         decide = getattr(self.clipped_grad.engine, "decision", None)
         return decide(self.clipped_grad.loss_fn) if decide else None
 

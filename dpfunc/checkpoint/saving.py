@@ -51,7 +51,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` has read of a run.
+    """A run as `load` has read it, ready for its next step.
 
     Args:
         params, optimizer_state: laid out as `load` says. Released.

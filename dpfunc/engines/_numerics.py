@@ -264,8 +264,8 @@ def table(lookups: int, rows: int, d: int) -> Costs:
 
 def kernel(positions: int, cells: int, moves: int, shape: Sequence[int], groups: int) -> Costs:
     """Costs of the kernel of a convolution; products of windows with windows are sums of those of cells over taps."""
-    numbers, pairs, taps, met = math.prod(shape), positions**2, math.prod(shape[2:]), cells**2 // moves
+    numbers, pairs, met = math.prod(shape), positions**2, cells**2 // moves
     products = 2 * _A_SMALL_PRODUCT * (pairs * shape[0] + met * shape[1] * groups)
-    ghost = products + _A_NUMBER * groups * (met + taps * pairs)
+    ghost = products + _A_NUMBER * groups * (met + math.prod(shape[2:]) * pairs)
     factors = positions * shape[0] + cells * shape[1] * groups
     return Costs(2 * positions * numbers, ghost, numbers, factors, limited=True)

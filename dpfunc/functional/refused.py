@@ -63,7 +63,7 @@ _REFUSED: tuple[tuple[Callable[[type], bool], Callable[[Any], bool], str], ...] 
 
 @functools.lru_cache(4096)
 def refusals(kind: type, checkpointing: bool = False) -> tuple[tuple[Callable[[Any], bool], str], ...]:
-    """What a part of a class is asked, and the message; nothing for most classes where checkpointing is allowed."""
+    """Tests of a part of this class, each with the message of its refusal; most classes need none."""
     return tuple(
         (is_refused, message)
         for concerns, is_refused, message in _REFUSED

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -377,7 +377,7 @@ def _texts(value: str, whole: bool = False) -> list[str]:
          "Expected a path, or a list of paths, of the images of a chat, got another value. Of an object write its "
          "path."),
     )  # fmt: skip
-    return list(found)
+    return cast(list[str], found)
 
 
 def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
