@@ -1,6 +1,6 @@
 """Differential privacy for PyTorch as pure functions.
 
-May import: cli and below. Trusted: no.
+May import: cli and below. Privacy depends on it: no.
 
 sampling -> engines -> clipping -> noise -> accounting, and `dp_step(params, batch, state)` that runs them all.
 

@@ -1,6 +1,6 @@
 """The arguments of a step: batches as pytrees, with their length and rows; parameters, with their kind and numbers.
 
-May import: types and below. Trusted: yes.
+May import: types and below. Privacy depends on it: yes.
 """
 
 import math

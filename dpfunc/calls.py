@@ -1,6 +1,6 @@
 """Earlier calls of one private step, by which usual mistakes of a loop are found; no result depends on them.
 
-May import: plan and below. Trusted: yes.
+May import: plan and below. Privacy depends on it: yes.
 """
 
 import logging

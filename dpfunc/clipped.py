@@ -1,6 +1,6 @@
 """Engine + clip rule -> ClippedSum, for every engine, rule, grouping and microbatch size.
 
-May import: distributed and below. Trusted: yes.
+May import: distributed and below. Privacy depends on it: yes.
 
 The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 """

@@ -1,6 +1,6 @@
 """Exceptions: one base, one class for each thing a caller may want to catch.
 
-May import: nothing. Trusted: no.
+May import: nothing. Privacy depends on it: no.
 """
 
 

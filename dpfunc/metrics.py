@@ -1,6 +1,6 @@
 """Metrics of private records that may be published: recall of each class, ROC curves, from one table of noisy counts.
 
-May import: budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The plan of a run: public facts only, cross-checked when it is built.
 
-May import: clipped and below. Trusted: yes.
+May import: clipped and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Recipes: optimizer, learning rate, batch size and number of steps of a private run, from public facts alone.
 
-May import: plan and below. Trusted: no.
+May import: plan and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Errors that would end a loop halfway, found before its first step.
 
-May import: checkpoint and below. Trusted: no.
+May import: checkpoint and below. Privacy depends on it: no.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """A statistic of private records that may be published, and what it costs.
 
-May import: checkpoint and below. Trusted: yes.
+May import: checkpoint and below. Privacy depends on it: yes.
 """
 
 from pathlib import Path

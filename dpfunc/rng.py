@@ -1,6 +1,6 @@
 """Randomness as values: a 256-bit key, folded with what it is used for, opened into a stream where it is spent.
 
-May import: types and below. Trusted: yes.
+May import: types and below. Privacy depends on it: yes.
 
 A key is as secret as the data: who holds it can subtract the noise.
 """

@@ -1,6 +1,6 @@
 """The state of a run: all that the next step needs, and when it may take one.
 
-May import: plan and below. Trusted: yes.
+May import: plan and below. Privacy depends on it: yes.
 """
 
 import os

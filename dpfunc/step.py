@@ -1,6 +1,6 @@
 """One private step: params, batch and state in; released gradients and the next state out.
 
-May import: calls, recipes, state and below. Trusted: yes.
+May import: calls, recipes, state and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Sequence

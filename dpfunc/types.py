@@ -1,6 +1,6 @@
 """The values that flow between the layers: parameters, gradients, rules, sums, events of samplers, schedules.
 
-May import: _utils and below. Trusted: yes.
+May import: _utils and below. Privacy depends on it: yes.
 
 Axis letters: B samples, G clip groups, T positions, d features.
 """

@@ -238,12 +238,12 @@ def test_public_names_are_documented(name):
     assert whole != (name.removeprefix("dpfunc.") in SHORT), "no example, or an argument that it does not name"
 
 
-def test_every_module_says_what_it_is_what_it_imports_and_whether_it_is_trusted():
-    """The second paragraph of a module is `May import: ... Trusted: yes.` (or no); `make house` writes the imports."""
+def test_every_module_says_what_it_is_what_it_imports_and_whether_privacy_depends_on_it():
+    """The second paragraph of a module is `May import: ... Privacy depends on it: yes.` (or no); see `make house`."""
     wrong = []
     for path in FILES:
         paragraphs = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
-        expected = [f"{HOUSE['may_import'](path)} Trusted: {trusted}." for trusted in ("yes", "no")]
+        expected = [f"{HOUSE['may_import'](path)} Privacy depends on it: {answer}." for answer in ("yes", "no")]
         if len(paragraphs) < 2 or paragraphs[1] not in expected:
             wrong.append(f"{path.relative_to(ROOT)}: after its first sentence: {expected[0]}")
     assert wrong == []
@@ -307,7 +307,7 @@ def test_what_the_page_names_is_there():
 def test_the_page_about_rows_names_files_and_tests_that_are_there():
     """docs/isolation.md: code in dpfunc/engines/, tests in tests/engines/."""
     page = (REPOSITORY / "docs" / "isolation.md").read_text()
-    lines = page.replace(HOUSE["trusted_table"](), "").splitlines()  # that list names files of all folders
+    lines = page.replace(HOUSE["privacy_table"](), "").splitlines()  # that list names files of all folders
     rows = [line.strip("| ").split(" | ") for line in lines if line.count(" | ") == 2 and ".py" in line]
     assert len(rows) > 15
     code = {name for _, column, _ in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", column)}
@@ -335,11 +335,11 @@ def test_the_picture_is_that_of_the_imports():
     assert HOUSE["with_picture"](PAGE) == PAGE
 
 
-def test_the_page_about_rows_lists_the_trusted_files():
+def test_the_page_about_rows_lists_the_files_on_which_privacy_depends():
     """`make house` writes the list from the headers."""
     page = (REPOSITORY / "docs" / "isolation.md").read_text()
     assert "dpfunc/noise" in page
-    assert HOUSE["with_trusted"](page) == page
+    assert HOUSE["with_privacy_table"](page) == page
 
 
 def test_complexity_counts_branches_of_a_function_alone():

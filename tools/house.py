@@ -30,8 +30,8 @@ AROUND = tuple(ROOT.parent / name for name in ("tests", "examples", "benchmarks"
 VAGUE = ("What", "Whether", "Which", "How")
 SHORT = 5
 COMPLEX = 10
-HEADER = re.compile(r"^May import: (.+)\. Trusted: (yes|no)\.$", re.M)
-TRUSTED = "<!-- trusted: made by `make house` from the first lines of the files -->\n"
+HEADER = re.compile(r"^May import: (.+)\. Privacy depends on it: (yes|no)\.$", re.M)
+DEPENDS = "<!-- where privacy depends on the file: made by `make house` from the first lines of the files -->\n"
 RULES = ROOT.parent / "tests" / "test_house_rules.py"
 ISOLATION = ROOT.parent / "docs" / "isolation.md"
 BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension, ast.Assert, ast.match_case)
@@ -188,39 +188,44 @@ def may_import(path: Path) -> str:
 
 
 def header(path: Path) -> str:
-    """The line in the docstring of a file that says what it may import, and whether the guarantee hangs on it."""
+    """The line in the docstring of a file that says what it may import, and whether privacy depends on it."""
     found = HEADER.search(ast.get_docstring(ast.parse(path.read_text())) or "")
     return found[0] if found else ""
 
 
 def with_header(path: Path) -> str:
     """The text of a file whose header names the imports that its layer allows."""
-    trusted = header(path).rpartition(" ")[2]
-    return HEADER.sub(f"{may_import(path)} Trusted: {trusted}", path.read_text(), count=1)
+    answer = header(path).rpartition(" ")[2]
+    return HEADER.sub(f"{may_import(path)} Privacy depends on it: {answer}", path.read_text(), count=1)
 
 
-def trusted_table() -> str:
-    """The files on which the guarantee hangs, folder by folder, as their headers say."""
+def privacy_depends_on(path: Path) -> bool:
+    """True where a mistake in the file could break the guarantee, as its header says."""
+    return header(path).endswith("Privacy depends on it: yes.")
+
+
+def privacy_table() -> str:
+    """The files on which privacy depends, and the others, folder by folder, as their headers say."""
     folders: dict[str, dict[str, bool]] = {}
     for path in sorted(ROOT.rglob("*.py")):
         if path.name != "__init__.py":
             folder = str(path.parent.relative_to(ROOT.parent))
-            folders.setdefault(folder, {})[path.name] = header(path).endswith("Trusted: yes.")
-    lines = ["| folder | trusted | not trusted |", "|---|---|---|"]
+            folders.setdefault(folder, {})[path.name] = privacy_depends_on(path)
+    lines = ["| folder | privacy depends on | privacy does not depend on |", "|---|---|---|"]
     for folder, files in sorted(folders.items()):
-        trusted = [f"`{name}`" for name, each in files.items() if each]
+        needed = [f"`{name}`" for name, each in files.items() if each]
         other = [f"`{name}`" for name, each in files.items() if not each]
-        if trusted and other:
-            lines.append(f"| `{folder}/` | {', '.join(trusted)} | {', '.join(other)} |")
+        if needed and other:
+            lines.append(f"| `{folder}/` | {', '.join(needed)} | {', '.join(other)} |")
         else:
-            lines.append(f"| `{folder}/` | {'all' if trusted else ''} | {'all' if other else ''} |")
-    return f"{TRUSTED}{chr(10).join(lines)}\n<!-- end -->\n"
+            lines.append(f"| `{folder}/` | {'all' if needed else ''} | {'all' if other else ''} |")
+    return f"{DEPENDS}{chr(10).join(lines)}\n<!-- end -->\n"
 
 
-def with_trusted(page: str) -> str:
-    """The page about isolation with the list of trusted files as their headers say."""
-    before, _, rest = page.partition(TRUSTED)
-    return before + trusted_table() + rest.partition("<!-- end -->\n")[2]
+def with_privacy_table(page: str) -> str:
+    """The page about isolation with the table of files as their headers say."""
+    before, _, rest = page.partition(DEPENDS)
+    return before + privacy_table() + rest.partition("<!-- end -->\n")[2]
 
 
 def inner_imports(tree: ast.AST) -> int:
@@ -294,11 +299,11 @@ def numbers(way: Sequence[str]) -> dict[str, int | str]:
     words = sum(len(path.read_text().split()) for path in beside["docs"].rglob("*.md"))
     mirrored = [name for name in trees if has_test(name)]
     sources = [name for name in trees if not name.endswith("__init__.py")]
-    trusted = [name for name in trees if header(ROOT / name).endswith("Trusted: yes.")]
+    needed = [name for name in trees if privacy_depends_on(ROOT / name)]
     return {
         "files": len(trees),
-        "files on which the guarantee hangs": len(trusted),
-        "lines of these": sum(lines[name] for name in trusted),
+        "files on which privacy depends": len(needed),
+        "lines of these": sum(lines[name] for name in needed),
         "lines": sum(lines.values()),
         "modules in a circle of imports": len(circles(import_graph())),
         "lines of tests": code["tests"],
@@ -338,11 +343,11 @@ def longest(count: int = 5) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Print the numbers, and bring the picture, the headers of files and the list of trusted files up to date."""
+    """Print the numbers, and bring the picture, the headers of files and the table of docs/isolation.md up to date."""
     PAGE.write_text(with_picture(PAGE.read_text()))
     for path in ROOT.rglob("*.py"):
         path.write_text(with_header(path))
-    ISOLATION.write_text(with_trusted(ISOLATION.read_text()))
+    ISOLATION.write_text(with_privacy_table(ISOLATION.read_text()))
     table = Table("what", "number")
     way = way_of_a_batch()
     for name, value in numbers(way).items():
@@ -351,7 +356,7 @@ def main() -> None:
     Console().print("The way of a batch:", ", ".join(way))
     for what, names in longest().items():
         Console().print(f"The longest {what}:", ", ".join(names))
-    Console().print(trusted_table())
+    Console().print(privacy_table())
 
 
 if __name__ == "__main__":

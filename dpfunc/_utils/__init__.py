@@ -1,4 +1,4 @@
 """Small tools that know nothing of privacy: checks of arguments, containers of tensors, split tensors, locks.
 
-May import: its folder, errors. Trusted: no.
+May import: its folder, errors. Privacy depends on it: no.
 """

@@ -1,6 +1,6 @@
 """Files that are replaced at once and are on disk then, and folders whose removal a kill may interrupt.
 
-May import: its folder, errors. Trusted: yes.
+May import: its folder, errors. Privacy depends on it: yes.
 """
 
 import hashlib

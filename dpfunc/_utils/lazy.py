@@ -1,6 +1,6 @@
 """Packages whose names are imported when they are first used: accounting and the command do not wait for torch.
 
-May import: its folder, errors. Trusted: no.
+May import: its folder, errors. Privacy depends on it: no.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Exclusive use of files and folders. A lock ends with its process, however that ends: nothing stale is left.
 
-May import: its folder, errors. Trusted: yes.
+May import: its folder, errors. Privacy depends on it: yes.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Objects that are still in use, arrays that are shared, and errors about exhausted memory.
 
-May import: its folder, errors. Trusted: no.
+May import: its folder, errors. Privacy depends on it: no.
 """
 
 import gc

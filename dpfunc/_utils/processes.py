@@ -1,6 +1,6 @@
 """Several processes: tensors in parts, their digests, and rules for communication inside of the loss.
 
-May import: its folder, errors. Trusted: yes.
+May import: its folder, errors. Privacy depends on it: yes.
 
 torch.distributed.tensor is not imported where it is not used. Digests are made for accidents, not for adversaries.
 Where a model is sharded, all processes run the same passes in the same order: what an engine decides by the values of

@@ -1,6 +1,6 @@
 """Validation of arguments: every message states the domain, the name and the value, then what to do.
 
-May import: its folder, errors. Trusted: yes.
+May import: its folder, errors. Privacy depends on it: yes.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """Versions in use.
 
-May import: its folder, errors. Trusted: no.
+May import: its folder, errors. Privacy depends on it: no.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
 """Accounting of released steps: ledgers, epsilon, and the noise or steps that a budget allows.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.accounting._trade_off import TradeOff, delta_at

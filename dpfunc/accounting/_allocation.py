@@ -1,6 +1,6 @@
 """The law of an epoch in which each record is in one of t batches, drawn independently of others.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 P, the epoch, is the mixture of `N(e_i, s^2)`, i = 1..t, and Q is `N(0, s^2)`. Under Q their ratio is the mean R of t
 independent ratios `Y = e^-L` with L ~ N(1 / (2 s^2), 1 / s^2): Feldman and Shenfeld 2026, arXiv 2602.17284. For both

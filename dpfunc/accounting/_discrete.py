@@ -1,6 +1,6 @@
 """Laws of losses of discrete noise and of answers, and of mixtures of Gaussians.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

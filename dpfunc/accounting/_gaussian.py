@@ -1,6 +1,6 @@
 """The Gaussian mechanism, exactly; and the central-limit approximation that must not be mistaken for it.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Tight upper bound on epsilon from losses on one lattice: some 1e-7 of itself above it, where few points are enough.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 The losses of each kind of step are put on points `c + j h`, j = 0, 1, .., with one h for all kinds: by cells that
 dominate them as in _losses.py, which adds about `steps t (1 + t) h^2 / 12` to log delta. The masses of the sum are an

@@ -1,6 +1,6 @@
 """Privacy losses of one step, as distributions, and discrete losses that dominate them: remove, add and replace.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 The output x of one step, projected on the direction of the record and in units of the sensitivity, is a mixture of
 normals P on one data set and Q on its neighbour; the privacy loss `log(P(x) / Q(x))` increases with x.

@@ -1,6 +1,6 @@
 """Laws of few losses that dominate one release: capped batches, Laplace noise, a stated guarantee, an epoch.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Numerical composition of privacy losses by FFT, as opacus does it: Gopi, Lee and Wutschitz 2021.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Renyi differential privacy of a ledger: its curve at orders far enough out, and the conversion.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Roots and minima of functions of one number, without scipy, which is slow to import.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Tight upper bound on epsilon: discrete losses that dominate, composed by Fourier sums whose errors only add.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 For neighbours in one order, with L the privacy loss of all steps together,
 

@@ -1,6 +1,6 @@
 """Parameters of the tilted accountant: the tilt, cells, spacing. Any are safe, good ones tight; no bound is here.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The trade-off curve of a ledger: what an attacker can reach who guesses whether one unit was there.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

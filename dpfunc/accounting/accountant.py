@@ -1,6 +1,6 @@
 """Epsilon of events: the best of several upper bounds, and which one it was.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

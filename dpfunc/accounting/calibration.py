@@ -1,6 +1,6 @@
 """The least noise, the largest batch, or the most steps that keep a ledger within a budget.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 import math

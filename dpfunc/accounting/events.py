@@ -1,6 +1,6 @@
 """Kinds of events, the table of their names in files, and their laws, which accountants read.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 A kind is a frozen dataclass: `Event`, or a subclass of it with more fields and a `law` of its own. In a ledger, events
 that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is released as a whole,

@@ -1,6 +1,6 @@
 """Ledger of the privacy spent: a set of events that composes by addition, and how files hold it.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from __future__ import annotations

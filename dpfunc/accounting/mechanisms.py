@@ -1,6 +1,6 @@
 """Kinds of events of releases that are no sums of gradients: discrete noise, choices, and sums over a tree.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Record of what a run, or a search, has cost and of what that cost does not count: `privacy_accounting.json`.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import json

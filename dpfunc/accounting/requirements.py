@@ -1,6 +1,6 @@
 """Requirements for a privacy target: steps, sampling, noise, and a sensible batch size; and what a target means.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 import math

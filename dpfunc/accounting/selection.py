@@ -1,6 +1,6 @@
 """Cost of a private search: the best of a random number of private runs, by Renyi differential privacy.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """What the database of a budget holds, as values: public facts, and events in a chain of digests. No SQL here.
 
-May import: its folder, checkpoint and below. Trusted: yes.
+May import: its folder, checkpoint and below. Privacy depends on it: yes.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The database of a budget: SQLAlchemy Core on one SQLite file, or on a PostgreSQL server. It needs no torch.
 
-May import: its folder, checkpoint and below. Trusted: yes.
+May import: its folder, checkpoint and below. Privacy depends on it: yes.
 
 A change is one transaction under one lock: `BEGIN IMMEDIATE` of SQLite, the lock of the one row of facts of PostgreSQL.
 Every change finds what it has already done, so it is simply done again after a connection was cut in the middle.

@@ -1,6 +1,6 @@
 """The budget of a data set: a run reserves what it may cost before its first step, and settles what it has cost.
 
-May import: its folder, checkpoint and below. Trusted: yes.
+May import: its folder, checkpoint and below. Privacy depends on it: yes.
 """
 
 from __future__ import annotations

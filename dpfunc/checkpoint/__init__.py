@@ -1,6 +1,6 @@
 """Records of a run on disk: checkpoints, the journal of released steps, and the record of what they cost.
 
-May import: its folder, step and below. Trusted: no.
+May import: its folder, step and below. Privacy depends on it: no.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """A run as JSON values: its state, its plan, and how two of them differ.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 import hashlib

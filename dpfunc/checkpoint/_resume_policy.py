@@ -1,6 +1,6 @@
 """Whether a resumed run keeps its key, takes a new one and pays again, or is refused: a table of situations.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 
 A key belongs to a run. Its steps may be repeated only in the layout (what decides how sums round: processes, sharding,
 device, threads, version of torch) in which they were released: in another one two releases would share their noise, on

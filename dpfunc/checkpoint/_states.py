@@ -1,6 +1,6 @@
 """States of optimizers and of noise as JSON values, beside a table of named tensors; no code runs when they are read.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 
 Each process writes and reads its parts of the tensors.
 """

@@ -1,6 +1,6 @@
 """Files of JSON lines in which a lost, changed, repeated or moved line is noticed.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 
 Each line holds its own number and a digest of the line before it. The end of the file, about which no later line says
 anything, is noted in a small file beside it (`.head`): the number of lines and the digest of the last one. Both guard

@@ -1,6 +1,6 @@
 """Costs of earlier runs on the same records, from the files that they left.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Sequence

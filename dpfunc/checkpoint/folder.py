@@ -1,6 +1,6 @@
 """A directory of checkpoints: names, lists of files with digests, and removal that a kill may interrupt.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 import json

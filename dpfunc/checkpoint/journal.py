@@ -1,6 +1,6 @@
 """A write-ahead ledger: each step is on disk before its gradients are returned, so that a crash loses no accounting.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 from __future__ import annotations

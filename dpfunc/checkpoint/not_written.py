@@ -1,6 +1,6 @@
 """Errors of files that could not be written: what was released by then, and what to do.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 from __future__ import annotations

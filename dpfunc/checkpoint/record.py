@@ -1,6 +1,6 @@
 """Record of the privacy cost of a run, to be published with its result: `privacy_accounting.json`.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 import platform

@@ -1,6 +1,6 @@
 """Save a run, and load it with any number of processes: each has its parts of the tensors, one what all have alike.
 
-May import: its folder, step and below. Trusted: yes.
+May import: its folder, step and below. Privacy depends on it: yes.
 """
 
 import json

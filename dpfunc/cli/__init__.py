@@ -1,4 +1,4 @@
 """The `dpfunc` command.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """

@@ -1,6 +1,6 @@
 """The commands `dpfunc budget create`, `show`, `reserve`, `settle` and `history`.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 import secrets

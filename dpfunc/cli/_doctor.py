@@ -1,6 +1,6 @@
 """The command `dpfunc doctor`: what is installed, and whether what a run stands on works here.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 import platform

@@ -1,6 +1,6 @@
 """The commands `dpfunc certify`, `verify` and `audit`. To check a certificate needs neither data nor torch.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The commands `dpfunc ledger show` and `dpfunc ledger check`: what runs have cost, from the files that they left.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Results on stdout: tables, lines in terminals that are too narrow for a table, or JSON.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 import json

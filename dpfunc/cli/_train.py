@@ -1,6 +1,6 @@
 """The commands `dpfunc train`, `tune`, `generate` and `predict`; what they need is imported when they run.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 from __future__ import annotations

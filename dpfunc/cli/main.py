@@ -1,6 +1,6 @@
 """The `dpfunc` command: accounting without writing Python, and without torch, which takes seconds to import.
 
-May import: its folder, train and below. Trusted: no.
+May import: its folder, train and below. Privacy depends on it: no.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Clipping of per-sample gradients: rules, groupings and bounds.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.clipping.adaptive import Adaptive, count_share

@@ -1,6 +1,6 @@
 """Bounds that follow a quantile of the norms, which each step estimates privately.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

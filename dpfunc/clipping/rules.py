@@ -1,6 +1,6 @@
 """Clip rules, the factor of a gradient from its norm and its bound; groups of parameters; the bounds that are enforced.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Fields `clip_norm` and `groups` of a rule: see `Flat`.
 """

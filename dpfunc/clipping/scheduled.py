@@ -1,6 +1,6 @@
 """Bounds that change over a run as was planned.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Private telemetry: statistics of the records of a step, in the same Gaussian release as the gradient.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 The scaled statistics of a record get a share of the squared bound C^2 behind its clipped gradient, whose norm is the
 rest: sensitivity, noise and ledger are those of a plan without telemetry.

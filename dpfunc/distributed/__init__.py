@@ -1,6 +1,6 @@
 """One run on many processes: the same step, the same plan, the same epsilon.
 
-May import: its folder, lora and below. Trusted: no.
+May import: its folder, lora and below. Privacy depends on it: no.
 """
 
 from dpfunc.distributed._object_collectives import (

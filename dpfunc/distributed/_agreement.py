@@ -1,6 +1,6 @@
 """Processes compare step, plan and parameters before a step, and the release after it; if they differ, all raise.
 
-May import: its folder, lora and below. Trusted: yes.
+May import: its folder, lora and below. Privacy depends on it: yes.
 """
 
 from typing import NamedTuple

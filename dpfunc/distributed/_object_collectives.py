@@ -1,6 +1,6 @@
 """Small exchanges between the processes of a run. One process alone (`ranks=None`) exchanges nothing.
 
-May import: its folder, lora and below. Trusted: yes.
+May import: its folder, lora and below. Privacy depends on it: yes.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Sums over the processes of a step: gathered parameters in, one packed message with noise out.
 
-May import: its folder, lora and below. Trusted: yes.
+May import: its folder, lora and below. Privacy depends on it: yes.
 """
 
 import math

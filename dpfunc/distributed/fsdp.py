@@ -1,6 +1,6 @@
 """Models and parameters of which each process holds a part.
 
-May import: its folder, lora and below. Trusted: yes.
+May import: its folder, lora and below. Privacy depends on it: yes.
 
 `shard_frozen` shards the frozen parameters by FSDP2, and `shard` the trained ones, which are arguments. With
 `functionalize_managed` all are FSDP2's: the module swaps its own tensors in and out while it runs. They stand for the

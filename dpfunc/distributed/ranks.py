@@ -1,6 +1,6 @@
 """Processes that share a step: those with other records, and those with other parts of the parameters; their launch.
 
-May import: its folder, lora and below. Trusted: yes.
+May import: its folder, lora and below. Privacy depends on it: yes.
 """
 
 from __future__ import annotations

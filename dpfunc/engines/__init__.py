@@ -1,6 +1,6 @@
 """Engines: per-sample gradients, without clipping and without noise.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.engines.check import SelfCheck, self_check

@@ -1,6 +1,6 @@
 """Torch's batching rules that were seen right on this version of torch; any other function runs row by row.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 The tables `_verified/<version>.json` are written by tests/_support/batching_rules.py: docs/decisions/0019.
 """

@@ -1,6 +1,6 @@
 """Operations on parameters: native kernels below both levels, and per-sample gradients by a rule (book-keeping).
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 A rule gets the gradients of results and the inputs: Bu et al. 2023, Differentially Private Optimization on Large Model
 at Small Cost. Axis letters: B rows, m images of one row.

@@ -1,6 +1,6 @@
 """Operations that are made of others: they are decomposed, so that the rules of their parts apply.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Axis letters: N bags, L ids of the longest bag, d features, B samples, H state, G gates times H.
 """

@@ -1,6 +1,6 @@
 """Cross-entropy of all rows by torch's kernels, with its gradient in closed form; no graph is kept: speed alone.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Axis letters: B rows, n samples of one row, C classes.
 """

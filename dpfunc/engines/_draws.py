@@ -1,6 +1,6 @@
 """Random numbers of a row: a function of the step's seed and the row's position, whatever the other rows are.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Each draw takes a number of torch's global generator, the same for all rows, which seeds each row together with its
 position; position 0 where the loss itself has seeded the generator. Operations without a form here draw from torch's

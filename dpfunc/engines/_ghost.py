@@ -1,6 +1,6 @@
 """Norms first, sums in a second pass: no per-sample gradient is kept. Least memory, twice the time (ghost clipping).
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """

@@ -1,6 +1,6 @@
 """One pass over rows: its two levels, vmap below grad, with all that torch keeps private of them, and its state.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Each assumption about torch has a test in `tests/engines/test_levels.py`, which fails by name in another version.
 """

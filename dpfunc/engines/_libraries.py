@@ -1,6 +1,6 @@
 """Operations of other libraries that keep rows apart: weights in 4 bits, and experts of Transformers.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

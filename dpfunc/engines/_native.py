@@ -1,6 +1,6 @@
 """Large operations without parameters that run as native kernels below both levels: speed alone.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 One node of level 2 joins them to the pass. Axis letters: B rows.
 """

@@ -1,6 +1,6 @@
 """Sums and norms in float32 or better, with bounds of their rounding errors; and their costs, by which one is chosen.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Costs are operations and bytes of a use of a parameter, by shapes; nothing is timed. The gradient of one sample is a sum
 of products; T positions, a matrix of p x d numbers:

@@ -1,6 +1,6 @@
 """Per-sample gradients as values that know their norms and weighted sums, whether they exist in memory or not.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Axis letters: B samples, T positions, p and d the two sides of a matrix, V rows of a table, P numbers of a parameter.
 Norms and sums are float32, float64 for float64 inputs, whatever the dtype of the model, autocast included.

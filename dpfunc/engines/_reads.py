@@ -1,6 +1,6 @@
 """Numbers that Python reads, and shapes that follow from values: answered where all rows agree bit for bit.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Elsewhere the pass ends, and each group of rows that agree runs by itself, down to single rows.
 """

@@ -1,6 +1,6 @@
 """Recurrent layers of a row: torch.lstm, gru, rnn_tanh and rnn_relu, which nn.LSTM, nn.GRU and nn.RNN call.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates,
 so that a rule sees each matrix once. Packed sequences are those of one row, as long as it says.

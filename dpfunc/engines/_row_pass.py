@@ -1,6 +1,6 @@
 """One forward and backward pass over some rows: a `TorchFunctionMode` sees each function that the loss calls.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from __future__ import annotations

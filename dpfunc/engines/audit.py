@@ -1,6 +1,6 @@
 """Audit: rows drawn at random are computed alone, and compared with the values of an engine, before any release.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 It detects what levels do not cover: wrong rules, what a loss keeps, operations that torch computes otherwise for rows.
 """

@@ -1,6 +1,6 @@
 """Self-check of the engines: a tiny loss with rules, beside single rows. Rules are speed alone: no result shows them.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 
 It runs the nodes that stand on torch's private parts: those of a layer, of a recurrent one, and of a cross-entropy.
 """

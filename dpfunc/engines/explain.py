@@ -1,6 +1,6 @@
 """Previews of a step: representation, bytes and operations for each use of a parameter.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The engine of single samples with ordinary autograd: slow, correct, and without requirements on the model.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import warnings

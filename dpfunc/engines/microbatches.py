@@ -1,6 +1,6 @@
 """Microbatches of a batch: how many rows at once, their seeds, their gradients by an engine, and audits of some rows.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Clip rules and engines do not know each other.
 """

@@ -1,6 +1,6 @@
 """Preparation of a loss for rows of one shape: what a pass must know before it, from public facts alone.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 A loss is called with made-up rows and parameters, so that nothing of it follows from records, from earlier batches or
 from the step: a run that goes on in a new process has the same bits. What a batch cannot do with it goes to groups or

@@ -1,6 +1,6 @@
 """Rules for operations of users' own.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The engine `vmap(grad(loss))`: rows are apart by construction; rules make it fast.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import logging

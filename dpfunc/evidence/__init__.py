@@ -1,6 +1,6 @@
 """Evidence that a claim holds: certificates of runs, audits by canaries, replays of a loop on neighbouring data.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 from typing import TYPE_CHECKING

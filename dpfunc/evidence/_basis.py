@@ -1,6 +1,6 @@
 """Basis of a certificate: the part from which its claim follows. It is the steps of runs, or a private search.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 from collections.abc import Callable, Mapping, Sequence

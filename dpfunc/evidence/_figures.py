@@ -1,6 +1,6 @@
 """Figures of a certificate: epsilon by two accountants, the trade-off curve, and what an attacker can reach.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The noise of an audited run: what was added to each clipped sum, against the normal law that the plan claims.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Lower bounds on epsilon from one run: who guesses which canaries were in is right too often for a false claim.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """A certificate as one HTML page to print: no script, no style and no picture from elsewhere.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

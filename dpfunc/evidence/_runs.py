@@ -1,6 +1,6 @@
 """Runs in a certificate: their steps, from the journal of each, and what follows from them.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """A private search in a certificate: all that its cost follows from, and what follows.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import json

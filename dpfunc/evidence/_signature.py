@@ -1,6 +1,6 @@
 """The one text of a certificate, its digest, and its signature by an Ed25519 key.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """What an audit plants and reads: canaries in gradients, canaries among the records, and texts that were learnt.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import math

@@ -1,6 +1,6 @@
 """An audit of a loop as it is: canaries join its batches, or its records, and are scored by what is released.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import logging

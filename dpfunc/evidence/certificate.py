@@ -1,6 +1,6 @@
 """The certificate of a run or a private search: its claim, what it follows from and assumes; anyone can check it.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 
 It is made from the journal and the record of a run, or from the record of a search. To check it needs this file and
 accounting: no data, no torch.

@@ -1,7 +1,7 @@
 """Replay of a loop on neighbouring data. All that it may know of its records is in its releases, which are those of a
 first run in each later one; so everything else must be the same bit for bit: number of steps, rates, files, lines.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import io

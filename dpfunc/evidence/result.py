@@ -1,6 +1,6 @@
 """Results of replays and audits as files, which a certificate takes in. They need no torch to be read.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import dataclasses

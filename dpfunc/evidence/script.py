@@ -1,6 +1,6 @@
 """The loop of a Python file, as `dpfunc verify` and `dpfunc audit` take it.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import runpy

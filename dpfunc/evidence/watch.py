@@ -1,6 +1,6 @@
 """A step that a replay watches: what it is given, what it sums, and releases that are those of an earlier run.
 
-May import: its folder, checkpoint and below. Trusted: no.
+May import: its folder, checkpoint and below. Privacy depends on it: no.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Features of records from each of them alone and public facts: rows of tables, images, sentences; and their norms.
 
-May import: its folder, hf, metrics and below. Trusted: no.
+May import: its folder, hf, metrics and below. Privacy depends on it: no.
 
 What `dpfunc train` gives to a model, for loops.
 """

@@ -1,7 +1,7 @@
 """Features of an image, from it alone: by a scattering transform (Bruna and Mallat 2013; private heads on it: Tramer
 and Boneh 2021) or by a frozen encoder.
 
-May import: its folder, hf, metrics and below. Trusted: yes.
+May import: its folder, hf, metrics and below. Privacy depends on it: yes.
 
 Morlet wavelets at two scales, averaged; nothing is learnt. The filters are those of Kymatio 0.3, J = 2 and L = 8, to
 which a test compares them; Kymatio itself cannot be imported by its documented path beside SciPy 1.17.

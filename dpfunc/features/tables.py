@@ -1,6 +1,6 @@
 """Features of a row of a table, from it and public facts alone: nothing is fitted to the records.
 
-May import: its folder, hf, metrics and below. Trusted: yes.
+May import: its folder, hf, metrics and below. Privacy depends on it: yes.
 """
 
 import math

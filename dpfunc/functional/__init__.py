@@ -1,6 +1,6 @@
 """A module as a pure function of its trainable parameters, without touching the module.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: no.
 """
 
 from dpfunc.functional.batchnorm import count_batchnorm, replace_batchnorm

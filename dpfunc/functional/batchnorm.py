@@ -1,6 +1,6 @@
 """BatchNorm mixes samples: find it, and replace it by GroupNorm.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: no.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Copies of modules, and what keeps a module from being copied.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: yes.
 """
 
 import copy

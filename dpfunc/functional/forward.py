@@ -1,6 +1,6 @@
 """A module called with tensors in place of its own, and left as it was: `forward(params, *args)`.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: yes.
 """
 
 import operator

@@ -1,6 +1,6 @@
 """Modules whose parameters are gathered for each forward pass, so that they cannot be arguments: FSDP2 and others.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Collection, Iterator

@@ -1,6 +1,6 @@
 """Modules as functions of their parameters, without wrappers, several as one; and modules with other parameters.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: yes.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Selection of parameters by name, and all places where a tensor is stored.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: no.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: no.
 """
 
 import difflib

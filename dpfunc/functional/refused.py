@@ -1,6 +1,6 @@
 """Modules that cannot be a function: they mix samples, or compute with other parameters than those they are given.
 
-May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Trusted: yes.
+May import: its folder, accounting, clipping, engines, noise, sampling, updates and below. Privacy depends on it: yes.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Models of Transformers, adapters of PEFT, the Trainer. Needs `dpfunc[hf]`.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Facts about a model of Transformers on which its loss depends.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import inspect

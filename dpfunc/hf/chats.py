@@ -1,6 +1,6 @@
 """Chats as people have them, as the token ids and labels of a language model that learns what the assistant says.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 
 Roles, several formats and tool calls become one list of messages; the chat template of the tokenizer makes it a text.
 """

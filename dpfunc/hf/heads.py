@@ -1,6 +1,6 @@
 """The new head of a model: which of the trained parameters it is, and how long its inputs are.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import math

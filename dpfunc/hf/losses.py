@@ -1,6 +1,6 @@
 """Losses of language models with one value a sample: the mean over the sample's own tokens, never over the batch's.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 
 Axis letters: B samples, T positions, L labels, V vocabulary, C classes, K outputs, D features.
 

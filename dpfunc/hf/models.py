@@ -1,6 +1,6 @@
 """Helpers for models of Transformers: a check before training, causal attention, a base in 4 bits.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Pairs of chats as people have them for preferences: one prompt and two answers, as token ids and labels of both.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 
 A pair is two chats that are the same up to an answer of the assistant. What both share is context, and is not learnt.
 """

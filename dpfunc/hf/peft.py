@@ -1,6 +1,6 @@
 """Adapters of PEFT: which of their parameters are trained, as a pure function, and back into PEFT's own files.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """A classifier over the mean of an encoder's last hidden states: what sentence encoders were trained for.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import json

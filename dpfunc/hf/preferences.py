@@ -1,6 +1,6 @@
 """Preferences between two answers (DPO): a pair is a record, with what a frozen reference model says of it in its row.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 
 Axis letters: B pairs, T positions. On axis 1 of a pair are the chosen answer, then the rejected one, each behind the
 same prompt.

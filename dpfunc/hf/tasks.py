@@ -1,6 +1,6 @@
 """Training tasks: losses that map a forward function and a batch to one value per sample.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 
 The model is called without labels. What it would compute from them is a mean over the batch.
 """

@@ -1,6 +1,6 @@
 """Low-rank adapters (Hu et al. 2022) on named layers of a module, as a pure function; and their files.
 
-May import: its folder, functional and below. Trusted: no.
+May import: its folder, functional and below. Privacy depends on it: no.
 
 A layer becomes `h = W x + (alpha / rank) B A x`, with A (rank, in) and B (out, rank); or, of vectors alone,
 `h = W x + (alpha / rank) diag(b) B diag(d) A x`, with A and B of all layers (VeRA, Kopiczko et al. 2024).

@@ -1,6 +1,6 @@
 """Noise: from a ClippedSum to something that may be published.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.noise.correlated import Correlated

@@ -1,6 +1,6 @@
 """ChaCha20 as operations of torch, and standard normals from its words: on any device, for many tiles at once.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 RFC 8439, section 2.3: a block of 16 words of 32 bits is made from four constants, a key of 8 words, a counter and a
 nonce of 3 words, by 20 rounds of additions, exclusive ors and rotations. Here a block is a column. All are integers, so

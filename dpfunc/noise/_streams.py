@@ -1,6 +1,6 @@
 """Standard normal noise from stateless keys, drawn tile by tile: on CPU threads (`secure`) or on a device (`device`).
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 `secure` takes words of AES from the CPU, and numpy makes them normal (Marsaglia & Tsang 2000, the ziggurat method, in
 float64, whose tail ends at 12.2 sigma); `device` takes words of ChaCha20, as hard to guess, where the parameter lies,

@@ -1,6 +1,6 @@
 """Noise that is correlated over the steps of a run: the matrix mechanism, from keys or with buffers.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The Gaussian mechanism on clipped sums.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What each noise mechanism brings: how noise is added, its state, and what it costs.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """Samplers: they draw the batch of any step again, and carry the privacy events that they may claim.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.batches import deal

@@ -1,6 +1,6 @@
 """Check of a batch: the row of a record is made of this record alone, whatever the others are.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 A step cannot see what a collate function, or a data set that reads several records at once, has done before. One record
 that changes the rows of others (mixed images, values standardised over the batch) has no bounded influence.

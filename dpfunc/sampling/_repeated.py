@@ -1,6 +1,6 @@
 """Records that are in a data set more than once: epsilon is that of one record, and each of its copies counts again.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import sys

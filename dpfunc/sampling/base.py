@@ -1,6 +1,6 @@
 """Protocol of samplers.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from typing import Protocol

@@ -1,6 +1,6 @@
 """Batches of a fixed size: fresh, shuffled or in order; and epochs in which each record draws its batch.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

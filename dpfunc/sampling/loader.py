@@ -1,6 +1,6 @@
 """The draws of a run as batches of a `torch.utils.data.DataLoader`, the empty ones included.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Poisson sampling, also with batches of a largest size: an independent trial for each record.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Records of a data set: read by index, collated as copies, and recognised by a digest of their contents.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Author-level privacy: the unit is a person with several texts, one row of a batch a person.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Several views of each record, whose gradients are averaged before the clip: augmentation multiplicity.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
 """The application behind `dpfunc train` and `dpfunc generate`.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """

@@ -1,6 +1,6 @@
 """Jobs from a YAML file, flags that override it, and a grid; what is not understood is refused, never dropped.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import itertools

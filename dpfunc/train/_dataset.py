@@ -1,6 +1,6 @@
 """Records of a job: rows of a table, what is refused, what the model gets, one by one or by person, and batches.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import json

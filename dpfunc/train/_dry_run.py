@@ -1,6 +1,6 @@
 """Dry run of a job: its plan and an estimate of its memory, without training and without writing.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Replays and audits of jobs: that of a run folder, run again by the same Trainer, on neighbours or with canaries.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import copy

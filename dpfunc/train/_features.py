@@ -1,6 +1,6 @@
 """The reader of features and the model of a job, from its public facts, and their files.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Outputs of frozen layers for each record, computed once before training, not in every step.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Metrics of a job on its evaluation records, and what to compare them with.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 from collections.abc import Callable, Mapping

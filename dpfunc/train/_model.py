@@ -1,6 +1,6 @@
 """The model of a job, with exactly those parameters requiring gradients that its strategy trains.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Preferences of a job: the loss of a pair, what the model says of it before training, and metrics.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import dataclasses

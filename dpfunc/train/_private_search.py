@@ -1,6 +1,6 @@
 """A search on private records: of a random number of runs the best one alone is released, and the budget pays for all.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Values that a job leaves out: rate, batch size and steps from the recipe of its strategy; how texts are pooled.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import dataclasses

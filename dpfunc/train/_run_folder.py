@@ -1,6 +1,6 @@
 """The folder of a run: the job that is kept in it, checks before it is used, its cost, and what it protected.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The model that a run leaves: written, read back as anybody would read it, and compared with the trained one.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import dataclasses

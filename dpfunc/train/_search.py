@@ -1,6 +1,6 @@
 """A search: the jobs of a grid over one table, each with the noise and the plan of its run, ready to begin.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Runs of the candidates of a search, which say nothing, and their scores; all of a search on public records.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 
 The score of a model is a sum to which each held-out record adds a number between 0 and 1.
 """

@@ -1,6 +1,6 @@
 """Views of an image, a public list without randomness: their features are computed once, as those of the image are.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """A training job as values, checked before anything is loaded: types, limits and texts document the job file.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import dataclasses

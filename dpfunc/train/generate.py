@@ -1,6 +1,6 @@
 """Synthetic text from a language model that `dpfunc train` left behind: post-processing, which costs no privacy.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Classes and probabilities of new records, from a model of a table or of images that `dpfunc train` left.
 
-May import: its folder, features and below. Trusted: no.
+May import: its folder, features and below. Privacy depends on it: no.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Run a job: load, plan, train with DPTrainer, save, and report what was spent and what is not covered.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Tables of private records: read, without exact duplicates, split record by record.
 
-May import: its folder, features and below. Trusted: yes.
+May import: its folder, features and below. Privacy depends on it: yes.
 """
 
 import codecs

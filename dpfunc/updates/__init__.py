@@ -1,6 +1,6 @@
 """What becomes of released gradients and parameters, at no further cost: optimizers, averages, scales.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.updates.adamw_bc import AdamWBC

@@ -1,6 +1,6 @@
 """AdamW that takes the noise of released gradients out of its second moment.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from collections.abc import Callable, Iterable

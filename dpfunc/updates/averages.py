@@ -1,6 +1,6 @@
 """Averages of released parameters over the steps of a run: less noise than those of the last step, at no cost.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Released gradients where an optimizer of torch reads them.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from collections.abc import Mapping

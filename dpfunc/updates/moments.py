@@ -1,6 +1,6 @@
 """First and second moments of gradients, released together: joint moment estimation.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

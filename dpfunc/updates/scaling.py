@@ -1,6 +1,6 @@
 """Gradients that are clipped in other coordinates: scale, then privatise.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """Communication between ranks inside of a loss, which would mix the records of ranks: refused.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 What torch's own wrappers communicate (DTensor, FSDP2), parts of parameters or of one record's activations, is allowed.
 Ranks that hold parts of the same layers have the same records, and must agree in losses and gradients of what all hold.

@@ -1,6 +1,6 @@
 """State that a loss can reach and keep between calls (`python_state`).
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 All that Python's garbage collector sees from the loss is walked, but for what this file names as left out. What this
 cannot see is listed in docs/isolation.md.

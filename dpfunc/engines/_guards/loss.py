@@ -1,6 +1,6 @@
 """Checks of a loss: one number a sample, that depends on the parameters; its graph; what it writes into, and keeps.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Tensors of rows of an earlier call may be kept, and must not be used; under levels torch marks them (`is_dead`).
 """

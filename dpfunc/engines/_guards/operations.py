@@ -1,6 +1,6 @@
 """Operations of torch that no engine runs: those that write without saying so, and control flow, which runs unseen.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable

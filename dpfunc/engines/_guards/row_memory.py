@@ -1,6 +1,6 @@
 """Memory that holds numbers of the row of a call, where the loss runs without levels; and memory that is shared.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

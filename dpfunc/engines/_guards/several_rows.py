@@ -1,6 +1,6 @@
 """The loss of several rows in one call, as its author reads it, beside the losses of its rows, which a step trains.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import inspect

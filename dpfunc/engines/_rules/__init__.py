@@ -1,6 +1,6 @@
 """Rules: one family of operations a file. A new family is a file, and a line here.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from collections.abc import Callable

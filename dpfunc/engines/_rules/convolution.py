@@ -1,6 +1,6 @@
 """Convolutions of 1, 2 and 3 axes, grouped, dilated, transposed. `grad_i` is torch's own weight gradient of sample i.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 Gradients of many samples are formed by one convolution whose groups are the samples.
 Axis letters: B samples, m images of one sample, C and P channels, G groups, T positions.

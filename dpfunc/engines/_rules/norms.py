@@ -1,6 +1,6 @@
 """Normalisations: `y = w * norm(x) + b`; norm(x) is computed again from x, which autograd keeps anyway.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Rules: one entry for each operation that takes a parameter: per-sample gradients, kernel, gradient of its input.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 And those of matrices, `grad_i = sum_t g_t x_t^T`, bias `sum_t g_t`: linear, addmm (Hugging Face Conv1D), matmul; of
 tables of rows: embedding.

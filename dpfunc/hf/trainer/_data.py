@@ -1,6 +1,6 @@
 """Records that a private run cannot learn from, refused before anything is spent: labels, and padding of short rows.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import math

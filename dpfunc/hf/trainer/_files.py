@@ -1,6 +1,6 @@
 """Files of a private Trainer run besides the Trainer's own: its state, and its accounting.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """FSDP of the Trainer: its settings, each followed, named as useless or refused; and a model in parts.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import logging

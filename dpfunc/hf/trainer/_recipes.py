@@ -1,6 +1,6 @@
 """The recipe of a model: which trained parameters are a new head, how long its inputs are, what a rate can reach.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Errors that would end a private run halfway, found before its first step: each part of a run is tried, and put back.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import copy

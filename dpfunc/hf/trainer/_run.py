@@ -1,6 +1,6 @@
 """A private run of the Trainer: its processes, each with a replica that nothing wraps, its start, and what it says.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import math

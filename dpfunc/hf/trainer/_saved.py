@@ -1,6 +1,6 @@
 """The weights that a run saves hold all that no folder has, and are read back as they were written.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Settings of the Trainer: the fields that a private run follows, and tables of (setting, domain, reason) for others.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 
 Variables of `accelerate launch` and `TrainingArguments` are checked first, for the message; the `Accelerator` that came
 of them is checked last, so that nothing gets past by another way.

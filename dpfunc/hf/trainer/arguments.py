@@ -1,6 +1,6 @@
 """The privacy arguments of a training script: one dataclass that command lines, YAML files and scripts share.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import math

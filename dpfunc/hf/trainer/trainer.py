@@ -1,6 +1,6 @@
 """The Trainer of Transformers with private steps: change the class, add PrivacyArguments.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import logging

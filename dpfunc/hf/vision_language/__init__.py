@@ -1,6 +1,6 @@
 """Vision-language models: what is trained, and batches of images with text.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 from typing import TYPE_CHECKING

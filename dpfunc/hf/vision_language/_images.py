@@ -1,6 +1,6 @@
 """Images, and text with them as one batch: each sample has as many images and image tokens, real or not.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: yes.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: yes.
 """
 
 import re

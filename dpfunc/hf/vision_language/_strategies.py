@@ -1,6 +1,6 @@
 """Vision-language models: which parameters a strategy trains, and the model as a function of them.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """A tiny random LLaVA, its processor and a few drawn images: try a script in seconds before the real model.
 
-May import: its folder, budget, evidence, rehearsal, release and below. Trusted: no.
+May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 
 `python -m dpfunc.hf.vision_language.tiny_llava FOLDER` writes FOLDER/llava, FOLDER/images and FOLDER/data.jsonl.
 """

@@ -1,6 +1,6 @@
 """Strategies of correlated noise: their matrices, sensitivities and errors, in float64 and without torch.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from dpfunc.noise.strategies.banded import BandMF, optimal_bands

@@ -1,6 +1,6 @@
 """BandMF: a banded Toeplitz matrix whose coefficients an optimiser chose.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """What a strategy of correlated noise brings, and what all that are Toeplitz share.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 With the lower triangular matrix C of a strategy, a run releases `x + C^-1 z`: x are the sums of its steps, z is
 independent Gaussian noise. It costs what one release of `C x + z` costs, which moves by `sensitivity`.

@@ -1,6 +1,6 @@
 """BLT: a Toeplitz matrix whose coefficients are a sum of few geometric series, so that few buffers are kept.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from dataclasses import dataclass

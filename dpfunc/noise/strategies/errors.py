@@ -1,6 +1,6 @@
 """Errors of prefix sums of correlated noise, which optimisers make small.
 
-May import: its folder, batches, rng and below. Trusted: no.
+May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
 from typing import Literal

@@ -1,6 +1,6 @@
 """Lambda-CGD: each release takes back a part of the noise of the last one.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import math

@@ -1,6 +1,6 @@
 """BSR and BISR: bands of the square root of the matrix of prefix sums, and bands of its inverse.
 
-May import: its folder, batches, rng and below. Trusted: yes.
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 from dataclasses import dataclass
