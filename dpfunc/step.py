@@ -150,7 +150,7 @@ class DPStep:
         return rows._replace(size=num_rows)
 
     def _check_own(self, params: Params, batch: Batch, state: StepState | None, mask_B: Tensor | None) -> Rows:
-        """The checks that this process makes alone."""
+        """The checks that this process makes by itself."""
         check_named(params)
         refuse_narrow_range(params)
         size = batch_size(batch)
@@ -299,7 +299,7 @@ def make_dp_step(
         loss_fn: `(params, batch) -> (B,)`, one loss a row; rows do not influence each other.
         plan: everything that decides privacy.
         engine: `"auto"` (vmap(grad(loss)) with rules, see `engines.auto`), `"vmap"` (the same without), `"ghost"`
-            (norms first, sums in a second pass: least memory), `"loop"` (rows one by one), or an engine. This and the
+            (norms first, sums in a second pass: least memory), `"loop"` (each row alone), or an engine. This and the
             next argument change speed and memory, never the result.
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.

@@ -585,7 +585,7 @@ def test_parameters_that_the_loss_does_not_use_are_said(engine):
         return dp_step, dp_step.init(values, secure_key())
 
     dp_step, state = step_of(lambda params, x: x @ params["w"])
-    with pytest.raises(NoiseWarning, match="does not use .idle.*noise alone"):
+    with pytest.raises(NoiseWarning, match="does not use .idle.*only noise"):
         dp_step(values, data, state)
     with pytest.warns(NoiseWarning, match="idle"):
         make_dp_step(lambda params, x: x @ params["w"], the_plan, engine=engine)(values, data, state)

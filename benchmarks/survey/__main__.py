@@ -121,7 +121,7 @@ shared machine: read ratios as rough.
 
 {counts(rows)}
 
-## Refused, or row by row
+## Refused, or rows alone
 
 {markdown(["engine", "reason", "cases"], by_reason(slow))}
 """

@@ -41,7 +41,7 @@ def verified() -> frozenset[Any]:
     """Functions of torch whose rows were right wherever rows stood among their arguments."""
     if not _TABLE.exists():
         _log.warning(
-            "torch %s: nobody has compared its batching rules with rows alone, so samples are computed one by one, "
+            "torch %s: nobody has compared its batching rules with rows alone, so each operation runs row by row, "
             "which is slow. Use a version of torch that has a table in dpfunc/engines/_verified, or make one: "
             "tests/_support/batching_rules.py.",
             torch.__version__,

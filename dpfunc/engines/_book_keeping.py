@@ -248,7 +248,7 @@ def _of_samples(owner: Pass, value: Any) -> Tensor | None:
 
 
 def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operation with a rule of a user, of its parameter alone; NotImplemented where a row is no batch of one."""
+    """An operation with a rule of a user, of its parameter only; NotImplemented where a row is no batch of one."""
     rule = REGISTERED[func]
     bound = rule.bind(args, kwargs)
     ((argument, needs),) = rule.needs.items()

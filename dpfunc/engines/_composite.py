@@ -114,7 +114,7 @@ def relu_step(x_BH: Tensor, own_BH: Tensor, hx: Tensor) -> Tensor:
 
 
 def _whole(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-    """`F.linear_cross_entropy` without pieces, whose options save memory alone."""
+    """`F.linear_cross_entropy` without pieces, whose options only save memory."""
     return without_dispatch(F.linear_cross_entropy)(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of all rows by torch's kernels, with its gradient in closed form; no graph is kept: speed alone.
+"""Cross-entropy of all rows by torch's kernels, with its gradient in closed form; no graph is kept: for speed only.
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 

@@ -26,11 +26,11 @@ class OwnDraws:
     """The draws of one pass over rows, at whose start torch's generator had the state `seed`.
 
     Args:
-        alone: the pass has one row, inside of `of_row`.
+        one_row: the pass has one row, inside of `of_row`.
     """
 
-    def __init__(self, positions: Sequence[int], seed: Tensor, *, alone: bool = False) -> None:
-        self.positions, self._seed, self._alone = positions, seed, alone
+    def __init__(self, positions: Sequence[int], seed: Tensor, *, one_row: bool = False) -> None:
+        self.positions, self._seed, self._one_row = positions, seed, one_row
         # states in which these draws have left torch's generator -> those from which they take their numbers
         self._numbers = {_hash(seed): seed}
 
@@ -49,9 +49,9 @@ class OwnDraws:
                 generator.set_state(state)
 
     def _leave(self, numbers: Tensor) -> None:
-        """Leave torch's generator in the row's state if the row is alone; the next draw gets `numbers` from it."""
+        """Leave torch's generator in the row's state if there is one row; the next draw gets `numbers` from it."""
         state = numbers
-        if self._alone:
+        if self._one_row:
             own = torch.Generator("cpu").manual_seed(_seeded(numbers.numpy().tobytes(), self.positions[0]))
             state = own.get_state()
             state[:8] = numbers[:8]  # what `torch.initial_seed` tells
@@ -61,7 +61,7 @@ class OwnDraws:
     def check_known(self) -> None:
         """End a pass over several rows if an operation without a form here has drawn: all rows share its draw."""
         state = torch.default_generator.get_state()
-        if self._alone or _hash(state) in self._numbers:
+        if self._one_row or _hash(state) in self._numbers:
             return
         seed = torch.default_generator.initial_seed()
         if _hash(state) != _hash(torch.Generator("cpu").manual_seed(seed).get_state()):
@@ -76,7 +76,7 @@ class OwnDraws:
         numbers = self._numbers.get(_hash(torch.default_generator.get_state()))
         if numbers is None:  # the loss has seeded the generator
             self.check_known()
-        elif self._alone:
+        elif self._one_row:
             torch.default_generator.set_state(numbers)
         number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator))
         self._leave(torch.default_generator.get_state())

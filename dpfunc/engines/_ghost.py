@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._levels import Passed
+from dpfunc.engines._levels import PassResult
 from dpfunc.engines._per_sample import DeferredGrad, Kept, PerSample, PerSampleGrad, formed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
@@ -66,15 +66,15 @@ class Measured(Kept):
         self.sq_norms |= only.sq_norms()
         self.marked |= {name} if only.is_marked else set()
 
-    def rest(self, passed: Passed) -> frozenset[str]:
+    def rest(self, result: PassResult) -> frozenset[str]:
         """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
-        self.take_formed(passed.rest)
+        self.take_formed(result.rest)
         known = self.sq_norms if self.careful else self.found
         missed = frozenset(name for name in self.pieces if name in known)
-        for name, param in passed.params.items() if not missed else ():
+        for name, param in result.params.items() if not missed else ():
             if name not in known:
                 self.unused += [] if name in self.pieces else [name]
-                self._measure(name, self.joined(name, param, len(passed.losses_B)))
+                self._measure(name, self.joined(name, param, len(result.losses_B)))
         return missed
 
     def finish(self) -> bool:
@@ -104,14 +104,14 @@ class Weighted(Kept):
         else:
             super().take(name, grad)
 
-    def rest(self, passed: Passed) -> None:
+    def rest(self, result: PassResult) -> None:
         """Sum what was kept, with the gradients by vmap and grad."""
-        self.take_formed(passed.rest)
-        for name, param in passed.params.items():
+        self.take_formed(result.rest)
+        for name, param in result.params.items():
             if name in self.sums and name in self.pieces:
                 raise differs([name])
             if name not in self.sums:
-                self._sum(name, self.joined(name, param, len(passed.losses_B)))
+                self._sum(name, self.joined(name, param, len(result.losses_B)))
         if self.found:
             squares, _ = numerics.finished(list(self.found.values()))
             self._compare(squares, [self.measured.sq_norms[name] for name in self.found], self.found)
@@ -151,7 +151,7 @@ class Ghost:
     norms: Mapping[str, Tensor] = field(repr=False)
     unused: Sequence[str]
     again: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
-    alone: bool = False
+    needs_audit: bool = True
     aux: Any = None
     repeatable: ClassVar[bool] = False
 

@@ -104,8 +104,8 @@ def seen_as_compiling() -> AbstractContextManager[None]:
     Libraries then do what does not depend on values: Transformers makes its masks without looking whether a row has
     padding, so that no number is read and all rows go the same way. A sharded model communicates as ever.
     """
-    alone = not initialized() or is_independent()
-    return torch.compiler._compile_session_context() if alone else nullcontext()
+    by_itself = not initialized() or is_independent()
+    return torch.compiler._compile_session_context() if by_itself else nullcontext()
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def is_row_of_earlier(value: Tensor) -> bool:
 
 
 class Node(_SingleLevelFunction):
-    """A node of the level of gradients alone: `forward` and `setup_context`, as in `torch.autograd.Function`.
+    """A node of the level of gradients only: `forward` and `setup_context`, as in `torch.autograd.Function`.
 
     torch's transforms also make such a node for each call of a custom function; that takes ten times as long.
     """
@@ -292,7 +292,7 @@ class NoRules(Stop):
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """Results of one pass over rows."""
 
     losses_B: Tensor

@@ -1,4 +1,4 @@
-"""Large operations without parameters that run as native kernels below both levels: speed alone.
+"""Large operations without parameters that run as native kernels below both levels: for speed only.
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 

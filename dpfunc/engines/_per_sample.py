@@ -320,7 +320,7 @@ def _outer_sums(outer: Outer, factors_NB: Tensor) -> Sequence[Tensor]:
 
 
 def _key(grad: PerSampleGrad) -> object:
-    """Key of gradients that can be stacked; None for those that stay alone."""
+    """Key of gradients that can be stacked; None for those that are not stacked."""
     tensors = [value for value in vars(grad).values() if isinstance(value, Tensor)]
     if type(grad) not in (Outer, Dense) or not 0 < sum(value.numel() for value in tensors) <= _SMALL:
         return None
@@ -328,7 +328,7 @@ def _key(grad: PerSampleGrad) -> object:
 
 
 def _way(grad: PerSampleGrad) -> object:
-    """Key of gradients that are measured together; None for those that are measured alone."""
+    """Key of gradients that are measured together; None for those that are measured one at a time."""
     outer = grad.outer if isinstance(grad, Tied) else grad
     return outer.way if isinstance(outer, Outer) else None
 
@@ -393,12 +393,13 @@ class PerSample:
     changes results by rounding only, and the bound holds both ways.
 
     Args:
+        needs_audit: false where each row was computed alone.
         late: results are as if the mark were not set; who gets them reads `is_marked` before they are used.
     """
 
     losses_B: Tensor
     grads: Mapping[str, PerSampleGrad]
-    alone: bool = False
+    needs_audit: bool = True
     aux: Any = None
     late: bool = False
     _memo: list[_Found] = field(default_factory=list, repr=False, compare=False)

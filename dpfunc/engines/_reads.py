@@ -92,7 +92,7 @@ def getitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def _numbers_first(target: Tensor, parts: Sequence[Any], value: Any) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-    """A write by tensors of whole numbers beside slices as one by them alone; torch's rule for rows mixes up axes."""
+    """A write by tensors of whole numbers beside slices as one by these only; torch's rule for rows mixes up axes."""
     if ... in parts:
         dots = parts.index(...)
         whole = target.ndim - sum(part is not None and part is not ... for part in parts)
@@ -156,7 +156,7 @@ def masked_select(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kw
 
 
 def where(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.where(mask)` alone is `nonzero`."""
+    """`torch.where` of nothing but a mask is `nonzero`."""
     if len(args) != 1 or kwargs or not is_row(args[0]):
         return NotImplemented
     return by_rows(owner, func, args, kwargs, shapes_vary=True)

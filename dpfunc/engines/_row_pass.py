@@ -44,7 +44,7 @@ from dpfunc.engines._levels import (
     NoRules,
     OutsideTransforms,
     Pass,
-    Passed,
+    PassResult,
     Stop,
     at_a_level,
     custom_functions,
@@ -137,7 +137,7 @@ class Rows:
 
 
 class _RowPass(Pass):
-    """One forward and backward pass over some rows: every torch function that the loss calls passes here."""
+    """One forward and backward pass over some rows: it answers every torch function that the loss calls."""
 
     def __init__(
         self, rows: Rows, over: Levels, params: Params, settings: Settings, uses: dict[object, ParameterUse],
@@ -147,7 +147,7 @@ class _RowPass(Pass):
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, allowed)
         self._modes, self.raised = open_modes(), 0
         self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
-        self._handlers = _WITH_RULES if settings.rules else _WITHOUT_RULES
+        self._handlers = _HANDLERS_WITH_RULES if settings.rules else _HANDLERS_WITHOUT_RULES
         self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
     def __torch_function__(
@@ -270,7 +270,7 @@ class _RowPass(Pass):
     def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A custom function: a rule for vmap, its own or generated, would see all rows, and this mode not its parts."""
         custom = args[0]
-        of_shards = custom.__module__.startswith("torch.distributed.fsdp.")  # which pass on what they are given
+        of_shards = custom.__module__.startswith("torch.distributed.fsdp.")  # which return what they are given
         if (custom.generate_vmap_rule and not of_shards) or custom.vmap is not torch.autograd.Function.vmap:
             self.stop(NeedsLoop(f"{custom.__name__} has a rule for vmap, which sees all rows"))
         return NotImplemented
@@ -383,14 +383,14 @@ def _as_it_is(mode: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs:
     return func(*args, **kwargs)
 
 
-# Functions that compute nothing of rows by a rule of torch, or whose parts pass here by themselves.
-_WITHOUT_RULE = frozenset((*_NESTED, *_HOOKING, torch._functorch.autograd_function.custom_function_call, _DATA.__set__))
-_RIGHT = verified() | _WITHOUT_RULE
+# Functions that compute nothing of rows by a batching rule of torch, or whose parts the mode sees by themselves.
+_UNBATCHED = frozenset((*_NESTED, *_HOOKING, torch._functorch.autograd_function.custom_function_call, _DATA.__set__))
+_DIRECT = verified() | _UNBATCHED
 
 
 def _last(func: Any) -> Handler:
     """The handler of a function that no table names: call it unchanged, call its parts, or go row by row."""
-    if func in _RIGHT:
+    if func in _DIRECT:
         return _as_it_is
     return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows
 
@@ -415,15 +415,17 @@ _OWN: Mapping[Any, Handler] = {
 
 def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
     functions = {func for table in tables for func in table}
-    found = {func: (*(table[func] for table in tables if func in table), _last(func)) for func in functions | _RIGHT}
+    found = {func: (*(table[func] for table in tables if func in table), _last(func)) for func in functions | _DIRECT}
     return {**found, **dict.fromkeys(_METADATA, _NO_HANDLERS)}
 
 
-_WITH_RULES = _answered(_OWN, WITH_PARAMETERS, WITHOUT_PARAMETERS, READS)
-_WITHOUT_RULES = _answered(_OWN, READS)
+_HANDLERS_WITH_RULES = _answered(_OWN, WITH_PARAMETERS, WITHOUT_PARAMETERS, READS)
+_HANDLERS_WITHOUT_RULES = _answered(_OWN, READS)
 
 
-def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], kept: Kept, allowed: float) -> Passed:
+def run_pass(
+    rows: Rows, settings: Settings, uses: dict[object, ParameterUse], kept: Kept, allowed: float
+) -> PassResult:
     """Losses of rows that go the same way; their gradients by rules go to `kept`. `allowed`: see `Pass`."""
     num_rows = len(rows.positions)
     forget_gone()
@@ -459,10 +461,10 @@ def one_pass(rows: Rows, settings: Settings, uses: dict[object, ParameterUse], k
             losses_B = over.all_rows(losses_1)[:, 0].detach()
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
-    return Passed(losses_B, rest, params, mode.disagreed, mode.credited, aux, tuple(mode.by_row), mode.reads)
+    return PassResult(losses_B, rest, params, mode.disagreed, mode.credited, aux, tuple(mode.by_row), mode.reads)
 
 
-def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:
+def first_settings_that_work(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:
     """The first result without an error, and its settings; `NeedsLoop`, with the last reason, if there is none."""
     reason, unruled, unseen = "", False, False
     others = product((first.rules, False), (first.own_memory, True), (False, True))
@@ -477,7 +479,7 @@ def first_that_does(first: Settings, attempt: Callable[[Settings], _Found]) -> t
             failed(error)
             refuse_out_of_memory(error)
             unruled |= isinstance(error, NoRules)
-            unseen |= "randomness error mode" in str(error)  # which plain functions would let pass
+            unseen |= "randomness error mode" in str(error)  # which plain functions would allow
             reason = (str(error).splitlines() or ["-"])[0]
             on_any_process(True)  # the next attempt is another message
     raise NeedsLoop(reason)

@@ -35,7 +35,7 @@ class Counts(Protocol):
 
 
 class Credited(NamedTuple):
-    """Gradients that an engine credited to the samples of a batch, whose rows are computed alone."""
+    """Gradients that an engine credited to the samples of a batch, and how its rows are computed again."""
 
     loss_fn: LossFn
     params: Params
@@ -46,8 +46,8 @@ class Credited(NamedTuple):
     seed: Tensor  # the state of torch's generator before
     repeatable: bool  # weighted sums can be taken more than once
 
-    def alone(self, row: int, params: Params | None = None) -> RowResult:
-        """A row at its position, with its own random numbers; gradients of all parameters."""
+    def reference(self, row: int, params: Params | None = None) -> RowResult:
+        """The second computation: a row alone, at its position, with its own random numbers and all gradients."""
         params = self.params if params is None else params
         with with_generator_state(self.seed):
             found = row_gradients(self.loss_fn, params, row_alone(self.batch, row), self.positions[row])
@@ -88,39 +88,39 @@ _STABLE = _Unstable(0.0, {})
 
 def _problem(rows: Credited, chosen: Sequence[int], audits: Counts) -> str:
     """The first difference that neither rounding nor random numbers explain, in words; empty if there is none."""
-    alone = _rows_alone(rows, chosen, audits)
+    references = _references(rows, chosen, audits)
     dtypes = (rows.per_sample.losses_B.dtype, *(param.dtype for param in rows.params.values()))
-    tolerance = tolerance_of(*dtypes, *(dtype for row in alone.values() for dtype in row.dtypes))
-    problem = _compare(rows, alone, {}, tolerance)
+    tolerance = tolerance_of(*dtypes, *(dtype for row in references.values() for dtype in row.dtypes))
+    problem = _compare(rows, references, {}, tolerance)
     if problem and audits.counting:  # more calls would show its state, not rounding
         return f"{problem}, and the loss changes what it keeps at each call (a counter, a list, a buffer)"
     if not on_any_rank(rows.params, bool(problem)):
         return problem
-    unstable = {row: _unstable(rows, row, alone[row]) for row in alone}
-    problem = _compare(rows, alone, unstable, tolerance)
+    unstable = {row: _unstable(rows, row, reference) for row, reference in references.items()}
+    problem = _compare(rows, references, unstable, tolerance)
     if not on_any_rank(rows.params, bool(problem)):
         return problem
     # a loss that is another one each time draws random numbers of other libraries
-    first, second = rows.alone(chosen[0]).losses_1, rows.alone(chosen[0]).losses_1
+    first, second = rows.reference(chosen[0]).losses_1, rows.reference(chosen[0]).losses_1
     return problem if torch.equal(first.nan_to_num(), second.nan_to_num()) else ""
 
 
-def _rows_alone(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[int, RowResult]:
-    """The chosen rows alone; the first ones only, if a loss changes what it keeps."""
-    alone: dict[int, RowResult] = {}
+def _references(rows: Credited, chosen: Sequence[int], audits: Counts) -> dict[int, RowResult]:
+    """The chosen rows, computed again alone; the first ones only, if a loss changes what it keeps."""
+    references: dict[int, RowResult] = {}
     for number, row in enumerate(chosen):
         compared = number < FIRST_ROWS and not in_lockstep()  # FSDP keeps what it communicates
-        watched = compared and (number > 0 or len(chosen) == 1)  # the first row alone may build what the second finds
+        watched = compared and (number > 0 or len(chosen) == 1)  # the first of them may build what the second finds
         before = python_state(rows.loss_fn) if watched else ()
-        alone[row] = rows.alone(row)
+        references[row] = rows.reference(row)
         if compared:
             audits.note(watched and is_changed(rows.loss_fn, before))
             if audits.counting and number:
                 break
-    return alone
+    return references
 
 
-def _unstable(rows: Credited, row: int, alone: RowResult) -> _Unstable:
+def _unstable(rows: Credited, row: int, reference: RowResult) -> _Unstable:
     """Measure what rounding of the parameters does to a row alone.
 
     Where a number lies at the kink of a ReLU, or two are nearly equal under a maximum, the kernels of a batch and those
@@ -128,10 +128,10 @@ def _unstable(rows: Credited, row: int, alone: RowResult) -> _Unstable:
     """
     loss, gradients = 0.0, dict.fromkeys(rows.params, 0.0)
     for number in range(_TRIES):
-        again = rows.alone(row, rounded_params(rows.params, _ROUNDING_UNITS, number))
-        loss = _larger(loss, float((again.losses_1 - alone.losses_1).abs()))
+        again = rows.reference(row, rounded_params(rows.params, _ROUNDING_UNITS, number))
+        loss = _larger(loss, float((again.losses_1 - reference.losses_1).abs()))
         for name, grad in again.grads.items():
-            gradients[name] = _larger(gradients[name], _norm(grad - alone.grads[name]))
+            gradients[name] = _larger(gradients[name], _norm(grad - reference.grads[name]))
     return _Unstable(loss, gradients)
 
 
@@ -158,14 +158,14 @@ def rounded_params(params: Params, units: float, seed: int) -> dict[str, Tensor]
 
 
 def _compare(
-    rows: Credited, alone: Mapping[int, RowResult], unstable: Mapping[int, _Unstable], tolerance: float
+    rows: Credited, references: Mapping[int, RowResult], unstable: Mapping[int, _Unstable], tolerance: float
 ) -> str:
     """The first difference, in words; empty if there is none."""
     finite: dict[int, float] = {}
-    for row, single in alone.items():
-        norms = {name: _norm(single.grads[name]) for name in rows.params}
+    for row, reference in references.items():
+        norms = {name: _norm(reference.grads[name]) for name in rows.params}
         norm, change = math.hypot(*norms.values()), unstable.get(row, _STABLE)
-        difference = _compare_losses(rows.per_sample.losses_B[row], single.losses_1, row, change, tolerance)
+        difference = _compare_losses(rows.per_sample.losses_B[row], reference.losses_1, row, change, tolerance)
         difference = difference or _compare_norms(rows, row, norms, norm, change, tolerance)
         if difference:
             return difference
@@ -173,7 +173,7 @@ def _compare(
             finite[row] = norm
     if not rows.repeatable or not finite:
         return ""
-    return _compare_sums(rows.per_sample, alone, finite, unstable, tolerance)
+    return _compare_sums(rows.per_sample, references, finite, unstable, tolerance)
 
 
 def _compare_losses(together: Tensor, by_itself: Tensor, row: int, change: _Unstable, tolerance: float) -> str:
@@ -191,8 +191,8 @@ def _compare_norms(
     squares = torch.stack([rows.sq_norms[name][row].double() for name in norms]).tolist()
     beside = all(map(math.isfinite, squares))
     if beside != math.isfinite(norm):
-        alone_is, beside_is = ("not ", "") if beside else ("", " not")
-        return f"the gradient of row {row} is {alone_is}finite alone, and beside the others it is{beside_is}"
+        own_is, beside_is = ("not ", "") if beside else ("", " not")
+        return f"the gradient of row {row} is {own_is}finite alone, and beside the others it is{beside_is}"
     for (name, own), square in zip(norms.items(), squares, strict=True) if beside else ():
         given = math.sqrt(max(0.0, square))
         if abs(given - own) > tolerance * norm + 2 * change.gradients.get(name, 0.0) + 1e-12:
@@ -201,7 +201,7 @@ def _compare_norms(
 
 
 def _compare_sums(
-    per_sample: PerSampleGrads, alone: Mapping[int, RowResult], finite: Mapping[int, float],
+    per_sample: PerSampleGrads, references: Mapping[int, RowResult], finite: Mapping[int, float],
     unstable: Mapping[int, _Unstable], tolerance: float,
 ) -> str:  # fmt: skip
     """The first parameter of which a combination of the rows with finite norms is another one."""
@@ -209,14 +209,16 @@ def _compare_sums(
     expected: dict[str, Tensor] = {}
     for index, row in enumerate(finite):
         sign = signs_B[row] = -1.0 if index % 2 else 1.0
-        for name, grad in alone[row].grads.items():  # that of the first row as it is: a table of embeddings is large
+        for name, grad in references[
+            row
+        ].grads.items():  # that of the first row as it is: a table of embeddings is large
             expected[name] = torch.add(expected[name], grad, alpha=sign) if name in expected else grad
     combined = per_sample.weighted_sum(dict.fromkeys(expected, signs_B))
     largest = max(finite.values())
     for name, value in expected.items():
         off = _norm(combined[name].to(value.dtype).sub_(value))
         change = sum(row.gradients[name] for row in unstable.values())
-        if not off <= 2 * tolerance * largest * len(alone) ** 0.5 + 1e-12 + 2 * change:
-            rows = sorted(alone)
+        if not off <= 2 * tolerance * largest * len(references) ** 0.5 + 1e-12 + 2 * change:
+            rows = sorted(references)
             return f"the gradients of {name!r} of rows {rows} differ by {off:.3g} (norms up to {largest:.3g})"
     return ""

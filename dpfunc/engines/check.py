@@ -1,4 +1,4 @@
-"""Self-check of the engines: a tiny loss with rules, beside single rows. Rules are speed alone: no result shows them.
+"""Self-check of the engines: a tiny loss with rules, beside single rows. Rules are for speed: no result shows them.
 
 May import: its folder, batches, rng and below. Privacy depends on it: no.
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dpfunc._utils.validation import warn
 from dpfunc.engines._levels import Stop
 from dpfunc.engines._per_sample import Kept, PerSample
-from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, one_pass
+from dpfunc.engines._row_pass import ORDINARY, Rows, Settings, run_pass
 from dpfunc.errors import EngineWarning
 from dpfunc.types import Params
 
@@ -72,9 +72,9 @@ def self_check(device: str | torch.device = "cpu") -> SelfCheck:
     batch = (x_BTd, torch.tensor([0, 1, 1], device=device))
     kept = Kept()
     try:
-        passed = one_pass(Rows(_loss, params, batch, range(3)), Settings(), {}, kept, True)
-        kept.take_formed(passed.rest)
-        found = PerSample(passed.losses_B, {name: kept.joined(name, param, 3) for name, param in params.items()})
+        result = run_pass(Rows(_loss, params, batch, range(3)), Settings(), {}, kept, True)
+        kept.take_formed(result.rest)
+        found = PerSample(result.losses_B, {name: kept.joined(name, param, 3) for name, param in params.items()})
         sums = [found.weighted_sum(dict.fromkeys(params, weights_B)) for weights_B in x_BTd.new_ones(3).diag()]
     except (Stop, *ORDINARY) as error:
         return SelfCheck(torch.__version__, False, f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}")
@@ -85,7 +85,7 @@ def self_check(device: str | torch.device = "cpu") -> SelfCheck:
         right = torch.autograd.grad(loss, list(leaves.values()))
         if not all(torch.allclose(own[name], grad) for name, grad in zip(params, right, strict=True)):
             return SelfCheck(torch.__version__, False, "gradients of rules differ from those of single rows")
-    used = {name for use in passed.uses for name in use.wanted.values()}
+    used = {name for use in result.uses for name in use.wanted.values()}
     unused = ", ".join(sorted(params.keys() - used))
     return SelfCheck(torch.__version__, not unused, f"no rule was used for {unused}" if unused else "")
 

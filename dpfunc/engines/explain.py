@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from dpfunc.batches import batch_size
-from dpfunc.engines._levels import Passed
+from dpfunc.engines._levels import PassResult
 from dpfunc.engines._numerics import summed
 from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.engines.vmap_grad import VmapGrad
@@ -117,17 +117,17 @@ def explain(loss_fn: LossFn, params: Params, batch: Batch) -> Explanation:
     num_samples = batch_size(batch)
     if not num_samples:
         raise InvalidArgument("Expected a batch of at least 1 sample, got none.")
-    passes: list[Passed] = []
+    passes: list[PassResult] = []
     with torch_seed(insecure_key(0)):
         norms = VmapGrad(on_pass=passes.append)(loss_fn, params, batch).sq_norms()
-    uses = chain.from_iterable(reversed(passed.uses) for passed in passes)
+    uses = chain.from_iterable(reversed(each.uses) for each in passes)
     costs = list(chain.from_iterable(map(_of_use, uses)))
-    alone = num_samples
-    for passed in passes:
-        costs += [_of_formed(name, "vmap(grad)", params[name].shape, len(passed.losses_B)) for name in passed.rest]
-        alone -= len(passed.losses_B)
-    if alone:
-        costs += [_of_formed(n, "loop", params[n].shape, alone) for n, norms_B in norms.items() if norms_B.any()]
+    looped = num_samples
+    for each in passes:
+        costs += [_of_formed(name, "vmap(grad)", params[name].shape, len(each.losses_B)) for name in each.rest]
+        looped -= len(each.losses_B)
+    if looped:
+        costs += [_of_formed(n, "loop", params[n].shape, looped) for n, norms_B in norms.items() if norms_B.any()]
     unused = params.keys() - {cost.parameter for cost in costs}
     costs += [UseCost(n, "", "unused", tuple(params[n].shape), 0, 0) for n in filter(unused.__contains__, params)]
     return Explanation(num_samples, tuple(costs))

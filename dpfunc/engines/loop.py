@@ -74,12 +74,12 @@ class _UnansweredRead(BaseException):
 
 
 class RowAlone(TorchFunctionMode):
-    """One row alone: every torch function that the loss calls passes here."""
+    """Mode in which the loss is called with one row alone: it sees each torch function that the loss calls."""
 
     def __init__(self, row: Batch, position: int, allowed: int | None = None) -> None:
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
-        self.draws = OwnDraws([position], torch.default_generator.get_state(), alone=True)
+        self.draws = OwnDraws([position], torch.default_generator.get_state(), one_row=True)
         self.asked = self.reads = self.backward = False
         self.stopped: BaseException | None = None
         self.raised = 0
@@ -206,20 +206,20 @@ def rows_alone(
     losses, aux, reached, asked, reads = list[Tensor](), list[Any](), not num_samples, read, False
     for row, position in enumerate(positions):
         torch.default_generator.set_state(seed)
-        alone = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
-        reached, asked, reads = reached or bool(alone.grads), asked or alone.asked, reads or alone.reads
-        losses.append(alone.losses_1)
-        aux.append(alone.aux)
-        _keep(grads_B, row, alone.grads)
+        found = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
+        reached, asked, reads = reached or bool(found.grads), asked or found.asked, reads or found.reads
+        losses.append(found.losses_1)
+        aux.append(found.aux)
+        _keep(grads_B, row, found.grads)
         # what one row changes, another could change back; what no row decides changes at the first call, or never
-        if (alone.reads or not row) and not in_lockstep():
+        if (found.reads or not row) and not in_lockstep():
             torch.default_generator.set_state(seed)  # a seed that the loss has set is no state: each row begins anew
             refuse_counting(loss_fn, before)
     checks.check_depends(reached, reads=asked)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)
     grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
-    result = PerSample(losses_B, grads, alone=True, aux=checks.joined_aux(aux))
+    result = PerSample(losses_B, grads, needs_audit=False, aux=checks.joined_aux(aux))
     torch.default_generator.set_state(seed)
     torch.empty((), device="cpu").random_()  # the next step draws other numbers, whatever the rows have drawn
     if num_samples and not in_lockstep():  # FSDP keeps what it communicates
@@ -249,7 +249,7 @@ def _check_repeats(again: RowResult, losses_B: Tensor, grads_B: Mapping[str, Ten
         raise UnsupportedModel(
             "The loss of a row, or its gradient, is another one after other rows were computed: it keeps Python "
             "numbers of rows from call to call, or draws random numbers of another library. Compute each loss from "
-            "its own row alone, with torch's random numbers."
+            "nothing but its own row, with torch's random numbers."
         )
 
 

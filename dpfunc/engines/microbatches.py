@@ -49,7 +49,7 @@ run twice."""
 class RowEngine(Protocol):
     """An engine of dpfunc. One of a user is a function, whose rows draw by their microbatch.
 
-    Its gradients have two members more: `alone`, true if each row was computed alone, and need not be audited; and
+    Its gradients have two members more: `needs_audit`, false if each row was computed alone, or cannot be; and
     `repeatable`, true if weighted sums can be taken more than once without another pass.
     """
 
@@ -206,7 +206,7 @@ class Microbatches:
                 sums = self.late_mark(found, mask_B, clip_and_sum)
             else:
                 sums = clip_and_sum(found, mask_B)
-        if getattr(found, "alone", True):
+        if not getattr(found, "needs_audit", False):
             return sums
         chosen = self.audits.choose_rows(key, microbatch, by_row)
         if chosen:
@@ -274,10 +274,10 @@ def saved_bytes(loss_fn: LossFn, params: Params, row: Batch) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     for _ in range(2):
         shared, own = set(saved), tree_map(torch.clone, row)
-        alone = RowAlone(own, 0)
+        mode = RowAlone(own, 0)
         try:
-            with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks, alone:
+            with torch_seed(insecure_key(0)), torch.enable_grad(), backward_inside(), hooks, mode:
                 loss_fn(leaves, own)
         finally:
-            alone.memory.end()
+            mode.memory.end()
     return sum(storage.nbytes() for key, storage in saved.items() if key not in shared)

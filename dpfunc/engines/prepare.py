@@ -1,4 +1,4 @@
-"""Preparation of a loss for rows of one shape: what a pass must know before it, from public facts alone.
+"""Preparation of a loss for rows of one shape: what a pass must know before it, from nothing but public facts.
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
@@ -13,7 +13,7 @@ from functools import cached_property
 
 from dpfunc.engines._levels import FirstRead, NeedsLoop
 from dpfunc.engines._per_sample import Kept
-from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
+from dpfunc.engines._row_pass import Rows, Settings, first_settings_that_work, run_pass
 from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.engines.loop import MOST_TOLD, Call, aside, made_up, made_up_row, warmed
 
@@ -28,7 +28,7 @@ class PreparedLoss:
         uses: name of each parameter -> operations that use it, `vmap(grad)` for those without a rule; none where the
             loss does not use it. Empty if no made-up row could be computed.
         together: parameters with one use by a rule, and others: their gradients are measured together.
-        alone: why no rows can be computed together; empty where that is to be tried.
+        why_loop: why no rows can be computed together; empty where that is to be tried.
         unused: parameters without a use; empty where rows may go other ways than made-up ones.
         known: uses of parameters, by their shapes: a memo, which changes no result.
     """
@@ -37,7 +37,7 @@ class PreparedLoss:
     reads: str = ""
     uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     together: frozenset[str] = frozenset()
-    alone: str = ""
+    why_loop: str = ""
     unused: tuple[str, ...] = ()
     known: dict[object, ParameterUse] = field(default_factory=dict, repr=False, compare=False)
 
@@ -45,7 +45,7 @@ class PreparedLoss:
     def facts(self) -> str:
         """All facts as text, which is the same in each process; empty if no made-up row could be computed."""
         settings = self.settings.rules, self.settings.own_memory, self.settings.plain_functions  # not their reason
-        found = settings, self.reads, self.uses, sorted(self.together), self.alone, self.unused
+        found = settings, self.reads, self.uses, sorted(self.together), self.why_loop, self.unused
         return repr(found) if self.uses else ""
 
 
@@ -59,7 +59,7 @@ def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
     for value in (1, 0):
         call = Call() if rows.source else warmed(rows.loss_fn, rows.params, rows.batch, value)
         if call.backward:  # a loss may catch torch's error for ever
-            return replace(found, alone="the loss calls backward(), which torch refuses inside of vmap")
+            return replace(found, why_loop="the loss calls backward(), which torch refuses inside of vmap")
         if call.failed or rows.are_split:
             continue
         with aside():
@@ -77,17 +77,17 @@ def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
 
     def attempt(settings: Settings) -> PreparedLoss:
         kept = Kept()
-        passed = one_pass(row, settings, {}, kept, MOST_TOLD)
-        of_rules = [(name, use.name) for use in passed.uses for name in use.wanted.values()]
+        result = run_pass(row, settings, {}, kept, MOST_TOLD)
+        of_rules = [(name, use.name) for use in result.uses for name in use.wanted.values()]
         uses = {name: dict.fromkeys(before.uses.get(name, ())) for name in row.params}
-        for name, operation in (*reversed(of_rules), *((name, "vmap(grad)") for name in passed.rest)):
+        for name, operation in (*reversed(of_rules), *((name, "vmap(grad)") for name in result.rest)):
             uses[name][operation] = None
-        together = before.together.union(name for name in passed.rest if kept.counts.get(name) == 1)
-        reads = before.reads or passed.reads
+        together = before.together.union(name for name in result.rest if kept.counts.get(name) == 1)
+        reads = before.reads or result.reads
         return PreparedLoss(settings, reads, {name: tuple(ops) for name, ops in uses.items()}, together)
 
     try:
-        found, settings = first_that_does(before.settings, attempt)
+        found, settings = first_settings_that_work(before.settings, attempt)
     except FirstRead as stop:
         return replace(before, reads=str(stop))
     except NeedsLoop:

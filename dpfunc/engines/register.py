@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc.engines._levels import Passed
+from dpfunc.engines._levels import PassResult
 from dpfunc.engines._per_sample import Dense
 from dpfunc.engines._rules import REGISTERED
 from dpfunc.engines._rules.table import REQUIRED, ParameterUse, Rule
@@ -86,14 +86,14 @@ def _compare(rule: Rule, op: Callable[..., Tensor], parameter: str, example: Map
         values = {**example, **batch, **params}
         return (op(*values.values()) * weights).square().flatten(1).sum(1) if weights.ndim else op(*values.values())
 
-    passes: list[Passed] = []
+    passes: list[PassResult] = []
     params = {parameter: example[parameter]}
     one_each_BB = torch.eye(len(output), dtype=torch.float64, device=output.device)
     found, truth = (
         torch.stack([per_sample.weighted_sum({parameter: factors_B})[parameter] for factors_B in one_each_BB])
         for per_sample in (engine(loss_fn, params, batch) for engine in (VmapGrad(on_pass=passes.append), loop()))
     )
-    if not any(use.rule is rule for passed in passes for use in passed.uses):
+    if not any(use.rule is rule for each in passes for use in each.uses):
         raise InvalidArgument(
             f"Expected the rule for {getattr(op, '__name__', op)} to be used for its example, and it is not. Take a "
             "function that torch can intercept, whose samples are on axis 0 of its result and of needs."

@@ -23,10 +23,10 @@ from dpfunc.batches import Memo, batch_size
 from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import Diverged, FirstRead, NeedsLoop, NoRules, Passed, Stop, outside_levels
+from dpfunc.engines._levels import Diverged, FirstRead, NeedsLoop, NoRules, PassResult, Stop, outside_levels
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
-from dpfunc.engines._row_pass import Rows, Settings, first_that_does, one_pass
+from dpfunc.engines._row_pass import Rows, Settings, first_settings_that_work, run_pass
 from dpfunc.engines.check import warn_without_rules
 from dpfunc.engines.loop import loop, rows_alone
 from dpfunc.engines.prepare import PreparedLoss, prepare
@@ -64,7 +64,7 @@ class _Part(NamedTuple):
     rows: Sequence[int]
     samples: PerSample | Ghost
     counted: bool = True
-    alone: str = ""
+    why_loop: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Grouped:
     parts: Sequence[_Part]
 
     @property
-    def alone(self) -> bool:
-        """True if each row was computed alone."""
-        return all(part.samples.alone for part in self.parts)
+    def needs_audit(self) -> bool:
+        """True if some rows were computed beside others."""
+        return any(part.samples.needs_audit for part in self.parts)
 
     @property
     def repeatable(self) -> bool:
@@ -138,9 +138,9 @@ class _Calls:
         elif (self.read or self.number > 1) and not self.allowed:
             self.kept = python_state(self.loss_fn)
 
-    def passed(self, rows: Rows, settings: Settings, kept: Kept) -> Passed:
+    def run_pass(self, rows: Rows, settings: Settings, kept: Kept) -> PassResult:
         """One pass over rows."""
-        found = one_pass(rows, settings, self.prepared.known, kept, self.allowed)
+        found = run_pass(rows, settings, self.prepared.known, kept, self.allowed)
         self.by_row.update(found.by_row)
         return found
 
@@ -166,7 +166,7 @@ class VmapGrad:
     rules: bool = True
     two_passes: bool = False
     source: Source | None = field(default=None, repr=False)
-    on_pass: Callable[[Passed], None] | None = field(default=None, repr=False, compare=False)
+    on_pass: Callable[[PassResult], None] | None = field(default=None, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
     _marked: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
@@ -211,9 +211,11 @@ class VmapGrad:
     def _parts(self, every: Rows, calls: _Calls) -> tuple[list[_Part], str]:
         """Passes over rows that agree, equally many in all processes in lockstep; and the read on which rows differ."""
         places: Sequence[int] = range(len(every.positions))
-        alone = "parameters are split over processes (tensor parallel)" if every.are_split else calls.prepared.alone
-        if alone:
-            return [self._by_loop(every, places, calls, alone)], ""
+        why_loop = calls.prepared.why_loop
+        if every.are_split:
+            why_loop = "parameters are split over processes (tensor parallel)"
+        if why_loop:
+            return [self._by_loop(every, places, calls, why_loop)], ""
         todo: list[Sequence[int]] = [places]
         done, passes, read = list[_Part](), 0, ""
         while not passes or on_any_process(bool(todo)):
@@ -228,7 +230,7 @@ class VmapGrad:
             counted, own = bool(todo), todo.pop() if todo else [0]
             passes += 1
             try:
-                found = self._try(every.some(own), calls)
+                found = self._by_first_settings(every.some(own), calls)
             except NeedsLoop as stop:
                 if in_lockstep():
                     return [self._by_loop(every, places, calls, str(stop))], read
@@ -238,14 +240,14 @@ class VmapGrad:
                 todo += found.within(own)
                 read = found.read
             else:
-                # rows alone, which an audit needs, are not computed where a module swaps its parameters in itself
-                done.append(_Part(own, found if self.source is None else replace(found, alone=True), counted))
+                # an audit computes rows alone, and cannot where a module swaps its parameters in itself
+                done.append(_Part(own, found if self.source is None else replace(found, needs_audit=False), counted))
         return done, read
 
     def _decision(self, calls: _Calls, parts: Sequence[_Part], read: str) -> Decision:
         for part in reversed(parts):
-            if part.alone:
-                return Decision("loop", f"rows alone, since {part.alone}")
+            if part.why_loop:
+                return Decision("loop", f"rows alone, since {part.why_loop}")
         settings, names = calls.settings, tuple(sorted(calls.by_row))
         by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
@@ -258,52 +260,52 @@ class VmapGrad:
         """Decision about the last microbatch of a loss function, and why; None before its first."""
         return self._decisions.get(loss_fn)
 
-    def _try(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
+    def _by_first_settings(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
         """Gradients of these rows by the first settings that work; or groups in which they can be computed."""
 
         def attempt(settings: Settings) -> PerSample | Ghost | Diverged:
             calls.begin()
             try:
-                return self._pass(rows, settings, calls)
+                return self._gradients(rows, settings, calls)
             except Diverged as stop:
                 return stop
 
         try:
-            found, settings = first_that_does(calls.prepared.settings, attempt)
+            found, settings = first_settings_that_work(calls.prepared.settings, attempt)
         except FirstRead as stop:
             calls.first_read(str(stop))
-            return self._try(rows, calls)
+            return self._by_first_settings(rows, calls)
         calls.succeed(settings)
         return found
 
-    def _pass(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
-        """One pass over rows; with `two_passes` the first one, and the second for each sum."""
+    def _gradients(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
+        """Gradients of rows by one pass; with `two_passes`, each sum takes another."""
         if not self.two_passes or not settings.rules:
             kept = Kept()
-            passed = calls.passed(rows, settings, kept)
-            if passed.disagreed is not None:
-                return passed.disagreed
+            result = calls.run_pass(rows, settings, kept)
+            if result.disagreed is not None:
+                return result.disagreed
             if self.on_pass is not None:
-                self.on_pass(passed)
-            kept.take_formed(passed.rest)
-            with exact(passed.losses_B.device), torch.no_grad():
-                grads = {name: kept.joined(name, param, len(passed.losses_B)) for name, param in passed.params.items()}
-            return PerSample(passed.losses_B, grads, aux=passed.aux)
+                self.on_pass(result)
+            kept.take_formed(result.rest)
+            with exact(result.losses_B.device), torch.no_grad():
+                grads = {name: kept.joined(name, param, len(result.losses_B)) for name, param in result.params.items()}
+            return PerSample(result.losses_B, grads, aux=result.aux)
         # where the last batch had numbers that need care, no pass is tried without it: the results are the same
         measured = Measured(together=calls.prepared.together, careful=self._marked.get(rows.loss_fn, False))
-        passed = calls.passed(rows, settings, measured)
-        if passed.disagreed is not None:
-            return passed.disagreed
-        with exact(passed.losses_B.device), torch.no_grad():
-            if measured.rest(passed):
+        result = calls.run_pass(rows, settings, measured)
+        if result.disagreed is not None:
+            return result.disagreed
+        with exact(result.losses_B.device), torch.no_grad():
+            if measured.rest(result):
                 raise NoRules("a parameter has uses without a rule that made-up rows do not have")
             marked = measured.finish()
         self._marked[rows.loss_fn] = on_any_process(marked)
         if self._marked[rows.loss_fn] and not measured.careful:
             calls.begin()
-            return self._pass(rows, settings, calls)
-        again = partial(self._weigh, rows, settings, measured, calls, precision_now(passed.losses_B.device))
-        return Ghost(passed.losses_B, measured.sq_norms, measured.unused, again, aux=passed.aux)
+            return self._gradients(rows, settings, calls)
+        again = partial(self._weigh, rows, settings, measured, calls, precision_now(result.losses_B.device))
+        return Ghost(result.losses_B, measured.sq_norms, measured.unused, again, aux=result.aux)
 
     def _weigh(
         self, rows: Rows, settings: Settings, measured: Measured, first: _Calls,
@@ -315,17 +317,17 @@ class VmapGrad:
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
-                passed = calls.passed(rows, settings, weighted)
+                result = calls.run_pass(rows, settings, weighted)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
             torch.default_generator.set_state(after)
             calls.end()
         refuse_kept(rows.loss_fn)
-        if passed.disagreed is not None:
+        if result.disagreed is not None:
             raise differs(rows.params)
-        with exact(passed.losses_B.device), torch.no_grad():
-            weighted.rest(passed)
+        with exact(result.losses_B.device), torch.no_grad():
+            weighted.rest(result)
         return {name: weighted.sums[name] for name in rows.params}
 
     def _reduced(self, name: str, total: Tensor) -> Tensor:
@@ -347,7 +349,7 @@ class VmapGrad:
                 f"The loss of a row alone cannot be computed: {type(error).__name__}: {error}. See shapes, dtypes and "
                 f"devices of the batch and the model: loss_fn gets batches of one row. (All rows: {reason}.)"
             ) from error
-        return _Part(places, found, alone=reason)
+        return _Part(places, found, why_loop=reason)
 
 
 def auto() -> VmapGrad:

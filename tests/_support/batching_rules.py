@@ -516,9 +516,10 @@ def all_trusted() -> Iterator[None]:
     """Inside, the engine takes each rule of torch for right."""
     plain = row_pass._as_it_is
     table = {
-        func: tuple(plain if h is row_pass.by_rows else h for h in own) for func, own in row_pass._WITHOUT_RULES.items()
+        func: tuple(plain if h is row_pass.by_rows else h for h in own)
+        for func, own in row_pass._HANDLERS_WITHOUT_RULES.items()
     }
-    with mock.patch.object(row_pass, "by_rows", plain), mock.patch.object(row_pass, "_WITHOUT_RULES", table):
+    with mock.patch.object(row_pass, "by_rows", plain), mock.patch.object(row_pass, "_HANDLERS_WITHOUT_RULES", table):
         yield
 
 

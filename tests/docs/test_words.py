@@ -54,6 +54,15 @@ def test_variables_have_names_that_say_what_they_hold():
     assert found == []
 
 
+def test_alone_has_one_meaning_in_the_engines():
+    """A row, or some rows, computed as a batch of one; see the glossary. "Only" and "by itself" are other words."""
+    of_rows = r"\b[Rr]ows?\b|computed alone|row_alone|rows_alone|RowAlone"
+    lines = [
+        line for path in (ROOT / "dpfunc" / "engines").rglob("*.py") for line in uses(path.read_text(), r"\balone\b")
+    ]
+    assert [line for line in lines if not re.search(of_rows, line)] == []
+
+
 def test_the_glossary_is_short():
     rows = re.findall(r"^\| (.+?) \| .+ \|$", text_of("concepts.md").split("## Glossary")[1], re.MULTILINE)
     assert 20 < len(rows) - 2 <= 40  # a header, and its line

@@ -148,7 +148,7 @@ def test_a_function_that_is_not_in_the_table_runs_row_by_row(monkeypatch):
     expected = engines.loop()(loss_fn, params, batch).sq_norms()["w"]
     for func, way in ((torch.erf, "one pass"), (torch.Tensor.__getitem__, "loop")):
         with monkeypatch.context() as patch:
-            for handlers in (_row_pass._WITH_RULES, _row_pass._WITHOUT_RULES):
+            for handlers in (_row_pass._HANDLERS_WITH_RULES, _row_pass._HANDLERS_WITHOUT_RULES):
                 last = tuple(_batching.by_rows if each is _row_pass._as_it_is else each for each in handlers[func])
                 patch.setitem(handlers, func, last)
             engine = engines.auto()

@@ -67,7 +67,7 @@ def test_nodes_that_torch_refuses(monkeypatch):
 def test_rules_that_are_not_used(monkeypatch):
     from dpfunc.engines import _row_pass
 
-    monkeypatch.setattr(_row_pass, "_WITH_RULES", _row_pass._WITHOUT_RULES)
+    monkeypatch.setattr(_row_pass, "_HANDLERS_WITH_RULES", _row_pass._HANDLERS_WITHOUT_RULES)
     assert self_check().reason == "no rule was used for head"
 
 

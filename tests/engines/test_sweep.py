@@ -32,5 +32,5 @@ def test_a_wrong_rule_of_torch_is_found(monkeypatch):
     """`solve` under vmap takes the rows for an axis of its matrices, where the two sides have different axes."""
     table = {"torch.linalg.solve": torch.linalg.solve}
     assert not swept(0, 30, table).wrong
-    monkeypatch.delitem(row_pass._WITH_RULES, torch.linalg.solve)
+    monkeypatch.delitem(row_pass._HANDLERS_WITH_RULES, torch.linalg.solve)
     assert swept(0, 30, table).wrong

@@ -18,7 +18,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import auto, vmap_grad
-from dpfunc.engines._row_pass import one_pass
+from dpfunc.engines._row_pass import run_pass
 from dpfunc.engines.vmap_grad import ENGINES, Decision
 from dpfunc.errors import UnsupportedModel
 from dpfunc.plan import Plan
@@ -241,14 +241,14 @@ def test_a_batch_gives_the_same_bits_after_one_that_needed_other_settings(engine
 @pytest.mark.parametrize("engine", ["auto", "ghost"])
 def test_a_loss_that_always_needs_other_settings_pays_for_that_once(engine, needs, monkeypatch):
     passes, run = [], ENGINES[engine]()
-    monkeypatch.setattr(vmap_grad, "one_pass", lambda *args: passes.append(1) or one_pass(*args))
+    monkeypatch.setattr(vmap_grad, "run_pass", lambda *args: passes.append(1) or run_pass(*args))
     loss_fn = lambda p, x: NEEDS[needs](p, x, F.linear(x[:, :5] * p["v"], p["w"]).square().sum(1))
     per_step = []
     for _ in range(4):
         passes.clear()
         found = run(loss_fn, {"w": torch.ones(7, 5), "v": torch.ones(5)}, torch.ones(3, 6))
         per_step.append(len(passes))
-    assert not found.alone
+    assert found.needs_audit
     assert per_step[2:] == [1, 1]
 
 

@@ -108,7 +108,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, to leave this mode out of what rows alone do not compile anyway."""
+        """False: torch would import its compiler, to leave this mode out of what the loop does not compile anyway."""
         return False
 
     def __torch_dispatch__(

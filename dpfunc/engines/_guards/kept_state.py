@@ -58,7 +58,7 @@ from dpfunc.engines._levels import inside
 _MAX_OBJECTS = 100_000
 _MANY, _SAMPLE = 65_536, 4_096  # of more numbers or entries than so many, so many at equal distances are compared
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-# Seen by their elements alone; `Mapping[str, int]`, too, answers with attributes of its class, which is one of them.
+# Seen only by their elements; `Mapping[str, int]`, too, answers with attributes of its class, which is one of them.
 _CONTAINERS = frozenset((dict, list, tuple, set, frozenset, GenericAlias))
 
 # What is left out, and why.
@@ -277,7 +277,7 @@ _SPACES = (ModuleType, type, FunctionType)
 _DATA = (Tensor, deque, MutableMapping, MutableSequence, MutableSet)
 
 
-# What classes alone know of their objects.
+# What only classes know of their objects.
 
 
 def _of_tensor(tensor: Tensor) -> Iterable[Any]:

@@ -61,7 +61,7 @@ def check_losses(losses: object) -> Tensor:
 
 
 def split_aux(returned: object) -> tuple[Any, Any]:
-    """Split what a loss returned into losses and aux, which is None where it returned losses alone."""
+    """Split what a loss returned into losses and aux, which is None where it returned nothing else."""
     return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 
@@ -254,7 +254,7 @@ def refuse_earlier(
             if (is_dead(value) and _is_kept(value, own)) or (earlier and is_earlier(value)):
                 raise UnsupportedModel(
                     "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
-                    "this one. Compute each loss from its own row and the parameters alone."
+                    "this one. Compute each loss from nothing but its own row and the parameters."
                 )
             if type(value) is not Tensor and computes_itself(type(value)):
                 found = type(value)

@@ -92,7 +92,7 @@ def warn_of_unused(names: Sequence[str]) -> None:
     if names:
         warn(
             f"Expected a loss that uses each trained parameter, got one that does not use [{shorten(names)}]: what a "
-            "step releases for them is noise alone, which moves them at random. Leave them out of params (freeze them "
+            "step releases for them is only noise, which moves them at random. Leave them out of params (freeze them "
             "with requires_grad_(False) before functionalize), or use them in the loss. If other batches use them, "
             "filter this warning out. Nothing was spent.",
             NoiseWarning,
@@ -128,7 +128,7 @@ def _compare(together: Tensor, rows_B: Tensor) -> None:
     if not any(close):
         warn(
             f"Expected the loss of {len(rows_B)} rows in one call to be the losses of these rows, got a mean of "
-            f"{float(together.mean()):.4g} in one call and of {float(rows_B.mean()):.4g} row by row. A step computes "
+            f"{float(together.mean()):.4g} in one call and of {float(rows_B.mean()):.4g} alone. A step computes "
             "each row as a batch of one, so it trains the second loss, not the one that was written. Something "
             "compares or averages rows: negatives of the batch (SimCLR, CLIP), dice or class weights of the batch, a "
             "mean that is expanded or subtracted. Compute each loss from its own row and public numbers; views or "

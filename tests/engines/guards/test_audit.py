@@ -80,7 +80,7 @@ def with_fault(right, wrong):
     """The result of an engine with something wrong in one row."""
     of = lambda name, factors, value: value * (torch.tensor(factors) if name == wrong else 1)
     return SimpleNamespace(
-        alone=False,
+        needs_audit=True,
         losses_B=of("losses", [1.0, 1, 2, 1, 1], right.losses_B),
         sq_norms=lambda: {"w": of("norms", [1.0, 1, 2, 1, 1], right.sq_norms()["w"])},
         weighted_sum=lambda factors: {"w": of("sums", -1.0, right.weighted_sum(factors)["w"])},
