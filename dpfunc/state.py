@@ -33,8 +33,8 @@ class StepState(NamedTuple):
     Args:
         step: number of the next step, from 0.
         limit: the step at which the budget, or the plan, ends.
-        charged: steps below this are in the ledger already; a resumed run repeats them at no cost, because it
-            repeats them bit for bit.
+        charged: number of the first step that the ledger does not have; a resumed run repeats earlier ones at no cost,
+            because it repeats them bit for bit.
         key: the root of the run's randomness; as secret as the data.
         noise_state: of the noise mechanism, as secret as the key; `()` for noise of each step by itself.
         ledger: what was spent, earlier phases included.
@@ -148,8 +148,8 @@ def check_reserved(plan: Plan, key: Key, ledger: Ledger | None = None) -> None:
 def only_step(plan: Plan, first: StepState) -> StepState:
     """The state of a run of one step, whose batch was not drawn by the sampler."""
     state = first._replace(limit=1, drawn=False)
-    charged = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
-    cost = charged.epsilon(plan.delta, plan.accountant).epsilon
+    after = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
+    cost = after.epsilon(plan.delta, plan.accountant).epsilon
     if plan.epsilon is not None and cost > plan.epsilon:
         raise errors.BudgetExhausted(
             f"A call without a state costs epsilon={cost:.4g} at delta={plan.delta:g}"
@@ -191,7 +191,7 @@ def turn_of(state: StepState) -> Turn:
 
 
 def noise_digest(noise_state: Any) -> str:
-    """A digest of the state of the noise, which all processes hold alike; of tensors in parts their layout only."""
+    """A digest of the state of the noise, which all processes hold alike; of divided tensors only how they are."""
     leaves = pytree.tree_leaves_with_path(noise_state)
     whole = [(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and not is_dtensor(leaf)]
     others = [

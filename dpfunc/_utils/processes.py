@@ -88,7 +88,7 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
 
 
 def distributed(part: Tensor, like: Tensor, placements: Any = None) -> Tensor:
-    """A local part as the tensor that it is a part of: a DTensor of the layout of `like`, or itself."""
+    """A local part as the tensor that it is a part of: a DTensor that is divided as `like`, or itself."""
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor

@@ -306,6 +306,7 @@ def law_of(runs: RunCount) -> str:
 
 
 def listed(values: Mapping[str, float]) -> str:
+    """Settings with their values, as text in one line."""
     return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 

@@ -51,7 +51,7 @@ class BudgetEntry:
     Args:
         run: its name. spender: who reserved it. token: public name of its key.
         state: `reserved`, `settled`, or `rest`: a search, which has reserved all that was left.
-        planned: ledger that was reserved. charged: what counts: `planned`, or what was really spent.
+        planned: ledger that was reserved. charged: ledger that counts: `planned`, or what was really spent.
         before: what its plan counted as spent. date: of the last change, UTC.
 
     >>> BudgetEntry("first model", "ana", "key", "reserved", Ledger(), Ledger(), Ledger(), "").state
@@ -102,7 +102,7 @@ class Account(NamedTuple):
         return any(entry.state == REST for entry in self.entries.values())
 
     def place(self, run: str) -> dict[str, Any]:
-        facts, others = self.facts, self.charged(without=run)
+        facts, others = self.facts, self.ledger(without=run)
         return {
             **{name: getattr(facts, name) for name in ("epsilon", "delta", "unit", "adjacency")},
             "run": run,
@@ -110,7 +110,7 @@ class Account(NamedTuple):
             "others": [to_values(event) for event in others.events],
         }
 
-    def charged(self, without: str = "") -> Ledger:
+    def ledger(self, without: str = "") -> Ledger:
         """Ledger of all runs, or of all but one, with what came before the budget."""
         return self.facts.earlier.compose(*[entry.charged for entry in self.entries.values() if entry.run != without])
 

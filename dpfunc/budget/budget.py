@@ -95,7 +95,7 @@ class Budget:
         return self
 
     def account(self) -> Account:
-        """Read the database: `facts` (epsilon, delta, unit, ...), `entries` by run, `charged()`."""
+        """Read the database: `facts` (epsilon, delta, unit, ...), `entries` by run, `ledger()`."""
         return cast(Account, _store().read(self.url))
 
     def spent(self) -> Ledger:
@@ -106,7 +106,7 @@ class Budget:
         """
         account = self.account()
         entry = account.entries.get(self.run or "")
-        return replace(account.charged() if entry is None else entry.before, _budget=self)
+        return replace(account.ledger() if entry is None else entry.before, _budget=self)
 
     @named
     def reserve(
@@ -146,12 +146,12 @@ class Budget:
 
         def decide(account: Account) -> tuple[Event | None, BudgetEntry | tuple[Account, float]]:
             self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
-            entry, others = account.entries.get(run), account.charged(without=run)
+            entry, others = account.entries.get(run), account.ledger(without=run)
             if entry is not None and _is_there(entry, spender, token, ledger):
                 return None, entry
             known = entry.before if entry is not None else others if before is None else before
             if isinstance(planned, Guarantee):
-                if entry is not None or known != account.charged():
+                if entry is not None or known != account.ledger():
                     raise LedgerConflict(f"Expected a search that counts all charges, got others since. {_NOTHING}")
                 cost = planned.epsilon
             else:
@@ -167,7 +167,7 @@ class Budget:
         if account.closed or isinstance(planned, Guarantee):
             why = "A search has reserved all that was left" if account.closed else "Lower the epsilon of the search"
             raise BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
-        others, facts = account.charged(without=run), account.facts
+        others, facts = account.ledger(without=run), account.facts
         limit = getattr(planned, "num_steps", ledger.num_steps)  # of a plan: one event may be that of many steps
         steps = affordable_steps(
             lambda count: others.compose(_first(planned, count)),

@@ -49,15 +49,15 @@ _DIGESTS = ("all machines", "parts of parameters")
 def layout(params: Params, ranks: Ranks | None) -> dict[str, Any]:
     """The layout of a run as JSON values, without engine and microbatch size: runs of equal ones repeat bit for bit."""
     processes, size = rank_and_size(ranks)[1], 1 if ranks is None else ranks.size
-    alone, held = processes == 1, params.values()
-    parts = [f"{p.placements} on {tuple(p.device_mesh.shape)}" if is_dtensor(p) else "whole" for p in held]
+    single = processes == 1
+    parts = [f"{p.placements} on {tuple(p.device_mesh.shape)}" if is_dtensor(p) else "whole" for p in params.values()]
     return {
         "data processes": size,
         "tensor processes": processes // size,
-        "backend": None if ranks is None or alone else str(dist.get_backend(ranks.group)),
+        "backend": None if ranks is None or single else str(dist.get_backend(ranks.group)),
         "parts of parameters": digest_over_ranks(str(parts), None),
         "machine": _machine(params),
-        "all machines": digest_over_ranks(_machine(params), None if alone else ranks),
+        "all machines": digest_over_ranks(_machine(params), None if single else ranks),
     }
 
 
@@ -77,7 +77,7 @@ class Note:
     run: str  # fingerprint of the key of the steps that follow
     start: int  # the first of them
     layout: Mapping[str, Any]  # in which they are computed
-    counted: Mapping[str, int]  # other run of the lineage -> its first step that the ledger of this one lacks
+    counted: Mapping[str, int]  # other run of the lineage -> its first step that the ledger lacks from here on
     parent: str | None = None  # the run that this one continues with new noise; None when the run itself goes on
 
 
@@ -124,8 +124,8 @@ class History:
         return (self.taken or {}).get(self.run, {})
 
     @property
-    def counted(self) -> Mapping[str, int]:
-        """Other runs of the lineage -> the first of their steps that the checkpoint's ledger lacks."""
+    def counted_when_saved(self) -> Mapping[str, int]:
+        """Other runs of the lineage -> the first of their steps that the ledger of the checkpoint lacks."""
         return next((note.counted for note in reversed(self.notes[: self.values["notes"]]) if note.run == self.run), {})
 
     def layout_of(self, step: int) -> Mapping[str, Any]:
@@ -157,7 +157,7 @@ def resume(
         other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != now]
         if not other:
             # the steps can be repeated; a note is due where those that follow are in another layout, or more is counted
-            same = history.layout_of(state.charged) == now and counted == history.counted
+            same = history.layout_of(state.charged) == now and counted == history.counted_when_saved
             return state, None if same else Note(history.run, state.step, now, counted)
         if not recharge:
             lines = sorted(difference(other[0], now), key=lambda line: line.startswith(_DIGESTS))
@@ -240,7 +240,7 @@ def _refuse_continued(history: History) -> None:
 
 def _with_lineage(state: StepState, history: History, plan: Plan) -> tuple[StepState, dict[str, int]]:
     """Add to the ledger the steps of the other runs of the lineage that it lacks."""
-    counted, extra = dict(history.counted), list[Event]()
+    counted, extra = dict(history.counted_when_saved), list[Event]()
     for run in sorted(lineage_of(history.run, history.notes) - {history.run}):
         steps = (history.taken or {}).get(run, {})
         extra += [event for step, taken in steps.items() if step >= counted.get(run, 0) for event in taken.events]

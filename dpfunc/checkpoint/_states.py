@@ -118,7 +118,7 @@ def _slots(values: Any) -> tuple[list[_Slot], Any]:
 
 
 def _owner(slot: _Slot, saved: Tensor, skeleton: Any, params: Params) -> Tensor | None:
-    """The parameter that a tensor of a state is about, whose layout it gets if they are alike.
+    """The parameter that a tensor of a state is about, over whose processes it is divided if they are alike.
 
     Its name is among the keys of the state, or its number, as the optimizers of torch number what they got.
     """

@@ -11,11 +11,11 @@ from typing import Any
 import click
 
 from dpfunc._utils.locks import only_process
-from dpfunc.accounting import Ledger
+from dpfunc.accounting import Event, Ledger
 from dpfunc.budget import Budget, BudgetEntry
 from dpfunc.checkpoint.costs import read_spent
 from dpfunc.cli._output import json_option, print_json, print_rows, print_values
-from dpfunc.types import ADJACENCIES, Adjacency, Event
+from dpfunc.types import ADJACENCIES, Adjacency
 
 _file = click.Path(exists=True, path_type=Path)
 _spender = click.option("--spender", help="Who reserves. [default: the user]")
@@ -60,11 +60,11 @@ def show(url: str, as_json: bool) -> None:
     Example: dpfunc budget show mails.db
     """
     account = Budget(url).account()
-    facts, charged = account.facts, account.charged()
+    facts, ledger = account.facts, account.ledger()
     print_values("Budget of the data set", {
         "epsilon": facts.epsilon, "delta": facts.delta, "unit": facts.unit, "adjacency": facts.adjacency,
-        "spenders": ", ".join(facts.spenders), "runs": len(account.entries), "steps_charged": charged.num_steps,
-        "epsilon_charged": facts.epsilon if account.closed else charged.epsilon(facts.delta).epsilon,
+        "spenders": ", ".join(facts.spenders), "runs": len(account.entries), "steps_charged": ledger.num_steps,
+        "epsilon_charged": facts.epsilon if account.closed else ledger.epsilon(facts.delta).epsilon,
     }, as_json)  # fmt: skip
 
 

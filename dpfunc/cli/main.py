@@ -13,7 +13,7 @@ import click
 
 from dpfunc import accounting
 from dpfunc._utils.validation import integer, positive, refuse, sampling_prob_of
-from dpfunc.accounting import Ledger
+from dpfunc.accounting import Event, Ledger
 from dpfunc.cli._budget import budget
 from dpfunc.cli._doctor import doctor
 from dpfunc.cli._evidence import audit, certify, verify
@@ -21,7 +21,7 @@ from dpfunc.cli._ledger import ledger
 from dpfunc.cli._output import describe, json_option, print_json, print_list, print_rows, print_values
 from dpfunc.cli._train import generate, predict, train, tune
 from dpfunc.errors import DPFuncError
-from dpfunc.types import ADJACENCIES, Adjacency, Event
+from dpfunc.types import ADJACENCIES, Adjacency
 
 
 class _Group(click.Group):

@@ -85,10 +85,10 @@ def read_run(folder: Path) -> _Part:
         "" if journals else "A private search leaves none: certify it apart.",
     )  # fmt: skip
     record, runs = Record.from_json((folder / RECORD_FILE).read_bytes()), read_steps(journals[0])
-    charged = whole_ledger(runs.values())
-    if record.run not in runs or charged != record.ledger:
+    written = whole_ledger(runs.values())
+    if record.run not in runs or written != record.ledger:
         raise InvalidArgument(
-            f"Expected a record of all that the journal has, {charged} of {[*runs]}, got one of {record.ledger} of run "
+            f"Expected a record of all that the journal has, {written} of {[*runs]}, got one of {record.ledger} of run "
             f"{record.run!r}. What the record claims cannot be derived. Make the record at the end of the run, or "
             "restore it, with the journal of its own run."
         )

@@ -15,7 +15,7 @@ from dpfunc._utils.processes import distributed, local
 from dpfunc._utils.validation import expect, one_of, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise._streams import Leaves, Source, standard_normal
-from dpfunc.noise.gaussian import Draw, additive
+from dpfunc.noise.gaussian import Draw, mechanism_of_draw
 from dpfunc.noise.mechanism import Mechanism, Run, Turn
 from dpfunc.noise.strategies import Recursion, Strategy
 from dpfunc.types import Event, Params, Schedule
@@ -116,10 +116,11 @@ class Correlated:
     def mechanism(self, run: Run) -> Mechanism:
         """The mechanism of all steps: with buffers as its state, or a placeholder that is never read."""
         if self.buffers == "redraw":
-            return additive(run, self._redrawn(run), lambda params: {"noise": "of all keys", "source": run.source})
+            state = {"noise": "of all keys", "source": run.source}
+            return mechanism_of_draw(run, self._redrawing_draw(run), lambda params: dict(state))
         recursion = self._recursion(run.num_steps)
-        buffered = additive(run, _buffered(recursion, run.source), lambda params: _empty(params, len(recursion.read)))
-        return buffered._replace(add_share=None)
+        draw, count = _buffered_draw(recursion, run.source), len(recursion.read)
+        return mechanism_of_draw(run, draw, lambda params: _empty_buffers(params, count))._replace(add_share=None)
 
     def _recursion(self, num_steps: int) -> Recursion:
         found = self.strategy.recursion(num_steps)
@@ -130,7 +131,7 @@ class Correlated:
             )
         return found
 
-    def _redrawn(self, run: Run) -> Draw:
+    def _redrawing_draw(self, run: Run) -> Draw:
         def draw(like: Leaves, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
             begun = run.source if state is None else state["source"]
             expect(
@@ -185,7 +186,7 @@ def _add(total: dict[str, Tensor], drawn: dict[str, Tensor], weight: float) -> N
             total[name] = value if weight == 1 else value.mul_(weight)
 
 
-def _empty(params: Params, buffers: int) -> dict[str, Any]:
+def _empty_buffers(params: Params, buffers: int) -> dict[str, Any]:
     """Buffers of zeros, in the type in which gradients are summed, laid out as the parameters."""
 
     def zeros(param: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def _empty(params: Params, buffers: int) -> dict[str, Any]:
     return {"buffers": [{name: zeros(param) for name, param in params.items()} for _ in range(buffers)]}
 
 
-def _check_layout(buffers: list[dict[str, Tensor]], name: str, noise: Tensor) -> None:
+def _check_shapes(buffers: list[dict[str, Tensor]], name: str, noise: Tensor) -> None:
     """Refuse a sum that is new in the run or has another shape: a buffer that is broadcast would be other noise."""
     shapes = [tuple(local(each[name]).shape) if name in each else None for each in buffers]
     if any(shape != tuple(noise.shape) for shape in shapes):
@@ -207,7 +208,7 @@ def _check_layout(buffers: list[dict[str, Tensor]], name: str, noise: Tensor) ->
         )
 
 
-def _buffered(recursion: Recursion, source: Source) -> Draw:
+def _buffered_draw(recursion: Recursion, source: Source) -> Draw:
     """Noise by a recursion: see `Recursion`. The state that is given stays as it is: a step may be taken again."""
 
     def draw(like: Leaves, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
@@ -215,7 +216,7 @@ def _buffered(recursion: Recursion, source: Source) -> Draw:
         before: list[dict[str, Tensor]] = state["buffers"]
         after: list[dict[str, Tensor]] = [{} for _ in before]
         for name, value in noise.items():
-            _check_layout(before, name, value)
+            _check_shapes(before, name, value)
             own = [local(buffer[name]) for buffer in before]
             value.mul_(recursion.scale)
             for weight, buffer in zip(recursion.read, own, strict=True):

@@ -1,6 +1,12 @@
 """The Gaussian mechanism on clipped sums.
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
+
+    Gaussian             for a plan: the noise of each step, and what it costs
+    gaussian             for a loop of your own: the same noise as a `Mechanism`, with a key in each turn
+    add_gaussian         for one release without a run: a sum and a key of its own
+    noise_std            for a report: the standard deviation that all of these add
+    mechanism_of_draw    for an author of noise: adds what a function draws, e.g. that of `Correlated`
 """
 
 import math
@@ -115,10 +121,10 @@ def add_gaussian(
     >>> add_gaussian(clipped, 1.0, insecure_key(0))["w"].shape
     torch.Size([3])
     """
-    std_of = _stds(clipped, noise_multiplier, allocation)
+    std_of = _std_of_each(clipped, noise_multiplier, allocation)
     check_key(key)
-    _check_once(key, _finite_digest(clipped), std_of, source)
-    return _released(clipped, std_of, standard_normal(key, clipped.sums, source))
+    _check_one_release(key, _finite_digest(clipped), std_of, source)
+    return _with_noise(clipped, std_of, standard_normal(key, clipped.sums, source))
 
 
 def _finite_digest(clipped: ClippedSum) -> str:
@@ -126,7 +132,7 @@ def _finite_digest(clipped: ClippedSum) -> str:
     return own_digest(clipped.sums, None, torch.zeros((), dtype=torch.bool, device="cpu"))[0]
 
 
-def _released(clipped: ClippedSum, std_of: Mapping[str, float], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _with_noise(clipped: ClippedSum, std_of: Mapping[str, float], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
     def release(name: str, value: Tensor) -> Tensor:
         # into the memory of the noise: fresh memory costs as much as a third of drawing it
         part = local(value.detach())
@@ -139,7 +145,7 @@ def _released(clipped: ClippedSum, std_of: Mapping[str, float], noise: Mapping[s
 _releases: dict[str, str] = {}
 
 
-def _check_once(key: Key, sums: str, std_of: Mapping[str, float], source: Source) -> None:
+def _check_one_release(key: Key, sums: str, std_of: Mapping[str, float], source: Source) -> None:
     """Check that a secret key serves one release, in one process; the same one may be repeated bit for bit."""
     if key.guessable:
         return
@@ -152,7 +158,7 @@ def _check_once(key: Key, sums: str, std_of: Mapping[str, float], source: Source
         )
 
 
-def _stds(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
+def _std_of_each(clipped: ClippedSum, noise_multiplier: float, allocation: Allocation) -> dict[str, float]:
     of_group = noise_std(clipped, noise_multiplier, allocation)
     stds = {name: of_group[clipped.group_of[name]] for name in clipped.sums}
     for name, value in clipped.sums.items():
@@ -175,7 +181,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     ()
     """
     multiplier = non_negative("noise_multiplier", noise_multiplier)
-    of_step = additive(Run(None, multiplier, 1, allocation, source), _fresh(source))
+    of_step = mechanism_of_draw(Run(None, multiplier, 1, allocation, source), _independent_draw(source))
 
     def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
         _check_clipped(clipped)
@@ -188,12 +194,12 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
 Draw: TypeAlias = Callable[[Leaves, Any, Turn], tuple[dict[str, Tensor], Any]]
 
 
-def _fresh(source: Source) -> Draw:
-    """Noise from the key of the step alone."""
+def _independent_draw(source: Source) -> Draw:
+    """Noise from the key of the step, independent of that of other steps."""
     return lambda like, state, turn: (standard_normal(turn.key, like, source), state)
 
 
-def additive(run: Run, draw: Draw, init: Callable[[Params], Any] = lambda params: ()) -> Mechanism:
+def mechanism_of_draw(run: Run, draw: Draw, init: Callable[[Params], Any] = lambda params: ()) -> Mechanism:
     """The mechanism that adds noise of some law, times the standard deviation of each clip group, to each sum.
 
     A step looks itself whether what it releases is finite, in one read with other marks, and compares what its key
@@ -210,12 +216,12 @@ def additive(run: Run, draw: Draw, init: Callable[[Params], Any] = lambda params
 
     def stds_of(clipped: ClippedSum, turn: Turn) -> dict[str, float]:
         check_key(turn.key)
-        return _stds(clipped, schedule_at(run.noise_multiplier, turn.step), run.allocation)
+        return _std_of_each(clipped, schedule_at(run.noise_multiplier, turn.step), run.allocation)
 
     def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
         stds = stds_of(clipped, turn)
         noise, after = draw(clipped.sums, state, turn)
-        return _released(clipped, stds, noise), after
+        return _with_noise(clipped, stds, noise), after
 
     def add_share(clipped: ClippedSum, windows: Mapping[str, Window], turn: Turn) -> None:
         stds = stds_of(clipped, turn)
@@ -251,4 +257,4 @@ class Gaussian:
 
     def mechanism(self, run: Run) -> Mechanism:
         """The Gaussian mechanism of each step, `gaussian` of these values."""
-        return additive(run, _fresh(run.source))
+        return mechanism_of_draw(run, _independent_draw(run.source))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from dpfunc._utils.validation import expect, fail, positive, refuse
-from dpfunc.accounting import Guarantee, Ledger, RunCount, calibrate_search, record
+from dpfunc.accounting import Event, Guarantee, Ledger, RunCount, calibrate_search, record
 from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import stream
@@ -24,7 +24,7 @@ from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train.config import ADAPTERS, FEATURES, Job
 from dpfunc.train.run import Prepared, check_packed
 from dpfunc.train.tables import same_file
-from dpfunc.types import Event, schedule_at
+from dpfunc.types import schedule_at
 
 RIGHT, _LOSS, _PREFERRED = record.SCORES
 # What a score is, by task.

@@ -145,7 +145,7 @@ def main(url, folder, kills, cuts):
     account = Budget(url).account()
     print(json.dumps({
         "kills": ended, "failures": failures, "events": account.number,
-        "epsilon": account.charged().epsilon(FACTS["delta"]).epsilon, "total": account.charged().num_steps,
+        "epsilon": account.ledger().epsilon(FACTS["delta"]).epsilon, "total": account.ledger().num_steps,
         "entries": {run: [e.state, e.planned.num_steps, e.charged.num_steps] for run, e in account.entries.items()},
         "told": [told(path) for path in sorted(folder.iterdir()) if path.name.isdigit() or path.name == "first"],
     }))  # fmt: skip

@@ -112,8 +112,8 @@ class Machine(RuleBasedStateMachine):
             assert charged[run] == (self.spent[run] if run in self.written else count)
         for run, count in charged.items():
             assert run in self.reserved or count == self.unknown[run]
-        assert account.charged().num_steps == sum(charged.values())
-        assert account.charged().epsilon(1e-6).epsilon <= FACTS["epsilon"]
+        assert account.ledger().num_steps == sum(charged.values())
+        assert account.ledger().epsilon(1e-6).epsilon <= FACTS["epsilon"]
 
 
 Machine.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None, derandomize=True)
@@ -179,7 +179,7 @@ def test_two_runs_of_one_name_are_not_one(tmp_path):
     budget.settle(steps(10))
     with pytest.raises(LedgerConflict, match="or is settled"):  # a text says nothing of which run it is
         budget.reserve(steps(10), "a", unit=UNIT)
-    assert budget.account().charged() == steps(10)
+    assert budget.account().ledger() == steps(10)
 
 
 def test_more_than_was_reserved_is_charged_and_told(tmp_path):
@@ -187,11 +187,11 @@ def test_more_than_was_reserved_is_charged_and_told(tmp_path):
     budget.reserve(steps(10), "a", unit=UNIT)
     with pytest.raises(LedgerConflict, match="charged both"):
         budget.settle(steps(12))
-    assert budget.account().charged() == steps(12)
+    assert budget.account().ledger() == steps(12)
     other = Ledger((Event(0.1, 3.0, 7),))
     with pytest.raises(LedgerConflict, match="charged both"):  # a mistake, which the right ledger repairs
         budget.settle(other)
-    assert budget.account().charged() == steps(12) + other
+    assert budget.account().ledger() == steps(12) + other
     assert budget.settle(steps(12)).charged == steps(12)
     with pytest.raises(LedgerConflict, match="does not return"):
         budget.settle(steps(11))
@@ -204,7 +204,7 @@ def test_a_run_that_was_not_dead_is_charged_what_it_took_since(tmp_path):
     for count in (4, 6, 6):
         assert budget.settle(steps(count)).charged == steps(count)
     assert budget.account().number == 3
-    assert budget.account().charged() == steps(16)
+    assert budget.account().ledger() == steps(16)
 
 
 SHAPE = {"dataset_size": 100, "expected_batch_size": 10, "num_steps": 4, "clip": clipping.Flat(1.0)}
@@ -235,8 +235,8 @@ def test_a_loop_reserves_and_settles(tmp_path):
     of(budget, "before").reserve(steps(200), "before", unit=UNIT)
     first, state = run(of(budget, "first"), tmp_path / "first", key, stop=2)
     assert first.spent == steps(200)
-    assert budget.account().charged() == steps(200) + first.ledger()
-    assert budget.account().charged().epsilon(1e-6).epsilon == pytest.approx(5.0, rel=1e-3)
+    assert budget.account().ledger() == steps(200) + first.ledger()
+    assert budget.account().ledger().epsilon(1e-6).epsilon == pytest.approx(5.0, rel=1e-3)
     of(budget, "before").settle(steps(100))
     assert plan(of(budget, "first")) == first
     entry = of(budget, "first").settle(tmp_path / "first")

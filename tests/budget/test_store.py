@@ -183,7 +183,7 @@ def test_one_name_is_reserved_once(kind, way, tmp_path, request):
     taken = "Expected a run that is not in the budget, got run='one name'"
     assert sorted((code, taken in output) for code, output in found) == [(0, False)] + [(1, True)] * 7, found
     account = Budget(url).account()
-    assert (account.number, account.charged()) == (1, steps(10))
+    assert (account.number, account.ledger()) == (1, steps(10))
 
 
 @pytest.mark.slow  # 200 processes
@@ -228,7 +228,7 @@ def test_a_cut_after_the_commit(url, monkeypatch):
     assert budget.account().number == 1
     monkeypatch.undo()
     assert budget.settle(steps(4)).charged == steps(4)
-    assert budget.account().charged() == steps(4)
+    assert budget.account().ledger() == steps(4)
 
 
 @on_a_server

@@ -98,12 +98,12 @@ def test_train_reserves_and_settles(job):
     entry = job.account().entries["first"]
     assert (entry.state, entry.charged.num_steps) == ("settled", 4)
     assert json.loads(invoke("ledger", "show", "run", "--json").stdout)["num_steps"] == 4
-    assert 7.9 < job.account().charged().epsilon(1e-3).epsilon <= 8.0
+    assert 7.9 < job.account().ledger().epsilon(1e-3).epsilon <= 8.0
     second = train(*("second" if name == "first" else name for name in NAMES), "--output_dir", "second")
     assert second.exit_code == 0, second.output  # with the noise that what is left allows
     noise = [event.noise_multiplier for event in job.account().entries["second"].charged.events]
     assert noise[0] > 10 * entry.charged.events[0].noise_multiplier
-    assert job.account().charged().epsilon(1e-3).epsilon <= 8.0
+    assert job.account().ledger().epsilon(1e-3).epsilon <= 8.0
     both = train(*NAMES, "--spent", "run/privacy_journal.jsonl", "--output_dir", "third")
     assert "Expected data.budget or data.spent, got both" in both.output
     alone = train("--budget", "mails.db", "--output_dir", "third")

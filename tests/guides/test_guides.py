@@ -59,7 +59,7 @@ def test_budget(here):
     names = execute(*blocks("budget.md"))
     account = Budget("patients.db").account()
     assert account.entries["first model"].charged == names["state"].ledger == names["plan"].ledger()
-    assert 2.9 < account.charged().epsilon(1e-6).epsilon <= 3.0
+    assert 2.9 < account.ledger().epsilon(1e-6).epsilon <= 3.0
     assert len(others) == 2
     for command in others:  # to settle once more changes nothing
         result = run(*shlex.split(command))

@@ -434,7 +434,7 @@ def test_a_search_takes_the_rest_of_a_budget(place, tmp_path, monkeypatch):
     monkeypatch.chdir(place[0])
     flags = ("--budget", "budget.db", "--budget_run", "search", "--budget_spender", "ana")
     again = prepare_search(all_trials(*flags, "--output_dir", str(tmp_path / "run"), factors=None), **SETTINGS)
-    assert again.spent == budget.account().charged()
+    assert again.spent == budget.account().ledger()
     MadeUpRuns(monkeypatch)
     run_search(again, insecure_seed=2101)
     assert budget.account().closed

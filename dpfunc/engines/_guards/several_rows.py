@@ -128,7 +128,7 @@ def _compare(together: Tensor, rows_B: Tensor) -> None:
     if not any(close):
         warn(
             f"Expected the loss of {len(rows_B)} rows in one call to be the losses of these rows, got a mean of "
-            f"{float(together.mean()):.4g} in one call and of {float(rows_B.mean()):.4g} alone. A step computes "
+            f"{float(together.mean()):.4g} in one call and of {float(rows_B.mean()):.4g} for each row. A step computes "
             "each row as a batch of one, so it trains the second loss, not the one that was written. Something "
             "compares or averages rows: negatives of the batch (SimCLR, CLIP), dice or class weights of the batch, a "
             "mean that is expanded or subtracted. Compute each loss from its own row and public numbers; views or "

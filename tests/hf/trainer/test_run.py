@@ -189,7 +189,7 @@ def test_a_run_reserves_and_settles(budget, tmp_path):
     run.train()
     entry = budget.account().entries["first"]
     assert (entry.state, entry.charged) == ("settled", run.plan.ledger())
-    assert budget.account().charged() == run.ledger
+    assert budget.account().ledger() == run.ledger
     assert 7.9 < run.ledger.epsilon(1e-3).epsilon <= 8.0
     place = json.loads((tmp_path / "run" / "privacy_budget.json").read_text())
     assert (place["run"], place["number"], place["epsilon"]) == ("first", 1, 8.0)
@@ -204,13 +204,13 @@ def test_an_interrupted_run_stays_charged_and_goes_on(budget, tmp_path):
         run.train()
     account = budget.account()
     assert account.entries["first"].state == "reserved"
-    assert account.charged() == budget.account().facts.earlier + run.plan.ledger()
+    assert account.ledger() == budget.account().facts.earlier + run.plan.ledger()
     assert budget.settle(tmp_path / "run").charged == run.plan.ledger(6)  # by hand: it was thought dead
     again = trainer(budget, tmp_path / "run")
     assert again.plan == run.plan
     again.train(resume_from_checkpoint=True)
     assert budget.account().entries["first"].charged == run.plan.ledger()
-    assert budget.account().charged() == again.ledger
+    assert budget.account().ledger() == again.ledger
 
 
 KILLED = {  # where it is killed, and what is left
