@@ -56,7 +56,8 @@ ONE_RECORD = "one record of the training data set"
 """The unit of a run whose batches have one record a row."""
 
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
-SECRET, GUESSABLE = "secret", "guessable"
+SECRET = "secret"
+GUESSABLE = "guessable"
 SIZES = ("number of records", "public bound on the number of records")
 SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "ChaCha20 stream of a 256-bit key"}
 ROWS = (
