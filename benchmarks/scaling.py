@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.results import DOCS, fill, markdown
 from dpfunc.distributed._agreement import RankSummary
-from dpfunc.engines._numerics import BUDGET
-from dpfunc.engines._numerics import matrix as matrix_costs
+from dpfunc.engines._numerics import BUDGET, matrix_cost
 
 DOCUMENT = DOCS / "scaling.md"
 EngineName = Literal["vmap", "auto", "ghost"]
@@ -249,7 +248,7 @@ def formed(job: Job) -> list[bool]:
     for matrix in trained_matrices(job):
         whole = SINGLE * job.microbatch * matrix.numbers
         sides = HALF * job.tokens * (matrix.inputs + matrix.outputs)
-        choice = matrix_costs(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch)
+        choice = matrix_cost(job.length, matrix.outputs, matrix.inputs).choose(job.microbatch)
         decided.append(choice.representation == "formed" and (whole <= budget or sides >= whole))
         budget -= whole if decided[-1] else 0
     return decided

@@ -91,7 +91,7 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     )  # fmt: skip
     group_names = partition(plan.clip.groups, tuple(params)).group_names
     group_bounds(plan.clip.clip_norm, group_names)
-    spent = _spent(plan, ledger)
+    spent = _first_ledger(plan, ledger)
     limit = plan.step_limit(spent)
     if limit < 1:
         raise errors.BudgetExhausted(
@@ -105,7 +105,7 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     )  # fmt: skip
 
 
-def _spent(plan: Plan, ledger: Ledger | None) -> Ledger:
+def _first_ledger(plan: Plan, ledger: Ledger | None) -> Ledger:
     """Ledger with which a run begins: the given one, which has what the plan counts, or that of the plan."""
     known = Ledger(adjacency=plan.adjacency) if plan.spent is None else plan.spent
     spent = known if ledger is None else ledger
@@ -145,7 +145,7 @@ def check_reserved(plan: Plan, key: Key, ledger: Ledger | None = None) -> None:
         )
 
 
-def only_step(plan: Plan, first: StepState) -> StepState:
+def single_step_state(plan: Plan, first: StepState) -> StepState:
     """The state of a run of one step, whose batch was not drawn by the sampler."""
     state = first._replace(limit=1, drawn=False)
     after = state.ledger.compose(Ledger(step_events(plan, state, 0, 1), plan.adjacency))
@@ -242,7 +242,7 @@ def _releases(state: StepState) -> _Releases:
     return _runs.setdefault(fingerprint(state.key), _Releases())
 
 
-def one_release(state: StepState) -> AbstractContextManager[Any]:
+def release_lock(state: StepState) -> AbstractContextManager[Any]:
     """Context in which no other thread of this process releases a step of the run."""
     return _releases(state).lock
 

@@ -93,7 +93,7 @@ class DPStep:
             InsecureKeyWarning: everybody can know the key.
             RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
         """
-        with self._together():
+        with self._sharing_errors():
             if self.ranks is None or self.ranks.writes:
                 states.check_reserved(self.plan, key, ledger)
             first = states.first_state(self.plan, params, key, ledger, num_records)
@@ -109,7 +109,7 @@ class DPStep:
         rows = self._check(params, batch, state, mask_B)
         if state is None:
             self._calls.refuse_second_run()
-            state = states.only_step(self.plan, self.init(params, secure_key()))
+            state = states.single_step_state(self.plan, self.init(params, secure_key()))
         clip = self.clipped_grad.at(state.step, state.clip_state)
         clipped, unreleased = self._clip(params, rows, state, clip)
         if self.ranks is None and len(unreleased.losses_B) > 1 and self._calls.first_rows():
@@ -142,7 +142,7 @@ class DPStep:
                 )  # fmt: skip
             prepared = self.clipped_grad.prepared(params, batch)
             own = summarize(
-                step=state.step, batch=batch, params=params, run=self._described(state), prepared=prepared,
+                step=state.step, batch=batch, params=params, run=self._must_be_equal(state), prepared=prepared,
                 ranks=self.ranks,
             )  # fmt: skip
         finally:  # all mean the same by this call, or each has an error
@@ -169,7 +169,7 @@ class DPStep:
             self._calls.refuse_unmoved(params)
         return Rows(batch, real_B, size)
 
-    def _together(self) -> AbstractContextManager[None]:
+    def _sharing_errors(self) -> AbstractContextManager[None]:
         """Context in which an error of one process is an error of all."""
         return (
             nullcontext()
@@ -177,7 +177,7 @@ class DPStep:
             else together(self.ranks, StepAborted("Another process could not go on. Nothing was released."))
         )
 
-    def _described(self, state: StepState) -> str:
+    def _must_be_equal(self, state: StepState) -> str:
         """Describe the settings and the state that must be equal in all processes."""
         clipped = self.clipped_grad
         settings = (
@@ -231,8 +231,8 @@ class DPStep:
         digest, all_lost = (
             own_digest(released, params, lost) if self.ranks is None else digest_of_all(released, self.ranks, lost)
         )
-        with states.one_release(state):
-            with self._together():
+        with states.release_lock(state):
+            with self._sharing_errors():
                 states.check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
                 states.check_repeated(state, digest)
                 self._calls.warn_if_lost(all_lost)

@@ -144,7 +144,7 @@ def empty(like: Tensor | None, saved: Tensor) -> Tensor:
     return distributed(torch.empty(part.shape, dtype=saved.dtype, device=part.device), like)
 
 
-def room(
+def empties(
     name: str, encoded: Any, table: Mapping[str, Tensor], params: Params, template: object | None = None
 ) -> dict[str, Tensor]:
     """Empty tensors for those of a saved state, laid out as those of the template, or as `load` says without one."""

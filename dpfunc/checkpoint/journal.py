@@ -40,7 +40,7 @@ class Taken(NamedTuple):
 
 
 @dataclass
-class _Known:
+class _ReadLines:
     """Position up to which a `Journal` has read its file, which stays the truth, and the steps of each run there."""
 
     at: chain.Position = field(default_factory=chain.Position)
@@ -61,7 +61,7 @@ class _Known:
                 f"run. {chain.RESTORE} Nothing was released by this step."
             )
         runs, last = (self.runs, self.last) if same else ({}, "")
-        last = _enter(lines, path, runs) or last
+        last = _add_lines(lines, path, runs) or last
         self.runs, self.last = runs, last
         self.at = position  # at the end: after an interrupt the same lines are read again
 
@@ -108,7 +108,7 @@ class Journal:
 
     path: Path | str
     plan: Plan
-    _known: _Known = field(default_factory=_Known, repr=False, compare=False)
+    _known: _ReadLines = field(default_factory=_ReadLines, repr=False, compare=False)
 
     @property
     def file(self) -> Path:
@@ -234,7 +234,7 @@ def read_steps(
             "no ledger yet: leave it out."
         )
     runs: dict[str, dict[int, Taken]] = {}
-    _enter(lines, path, runs)
+    _add_lines(lines, path, runs)
     return runs
 
 
@@ -256,7 +256,7 @@ def _check_known(path: Path, lines: list[chain.Line], known: chain.Head) -> None
     raise CheckpointError(f"{found}. {chain.RESTORE}")
 
 
-def _enter(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
+def _add_lines(lines: list[chain.Line], path: Path, runs: dict[str, dict[int, Taken]]) -> str:
     """Enter the steps that lines of a journal have; the run of the last line."""
     run = ""
     for end, values in lines:

@@ -26,7 +26,7 @@ from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wro
 from dpfunc.checkpoint import _format as form
 from dpfunc.checkpoint import folder
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, known_notes, layout, lineage_of, resume
-from dpfunc.checkpoint._states import PARAMS, decode, empty, encode, read_table, read_tensors, room, write_tensors
+from dpfunc.checkpoint._states import PARAMS, decode, empties, empty, encode, read_table, read_tensors, write_tensors
 from dpfunc.checkpoint.chain import Head, append_line, known_end, read_chain
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
 from dpfunc.checkpoint.not_written import writing
@@ -148,9 +148,9 @@ def save(
     files[folder.STATE] |= {"layout": layout(params, ranks), "numbers": numbers_of_numpy()}
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _FAILED)
     with writing(parent, state.ledger, plan), ExitStack() as stack:
-        work = parent / by_writer(partial(_begin, parent, state, stack), ranks, _FAILED)
+        work = parent / by_writer(partial(_new_work_folder, parent, state, stack), ranks, _FAILED)
         write_tensors(work, tensors, group)
-        all_or_none(partial(_sign, work, group), ranks, _FAILED)
+        all_or_none(partial(_list_own_files, work, group), ranks, _FAILED)
         made = by_writer(partial(_commit, work, files, keep, rank_and_size(ranks)[1], file), ranks, _FAILED)
     return parent / str(made)
 
@@ -173,7 +173,7 @@ def _notes(parent: Path) -> list[Note]:
     return known_notes(parent / NOTES, folder.saved_state(before[-1])["notes"] if before else 0)
 
 
-def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
+def _new_work_folder(parent: Path, state: StepState, stack: ExitStack) -> str:
     """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
     own = fingerprint(state.key)
     folder.check_own(parent, lineage_of(own, _notes(parent)) if folder.complete_checkpoints(parent) else {own})
@@ -185,7 +185,7 @@ def _begin(parent: Path, state: StepState, stack: ExitStack) -> str:
     return work.name
 
 
-def _sign(work: Path, group: dist.ProcessGroup | None) -> None:
+def _list_own_files(work: Path, group: dist.ProcessGroup | None) -> None:
     """Sync the files that this process wrote, and list their names and digests in `part-N.json`."""
     number = 0 if group is None else dist.get_rank(group)
     written = sorted(work.glob(f"__{number}_*"))
@@ -277,7 +277,7 @@ def load(
     dpfunc.errors.CheckpointError: Expected a checkpoint in ..., found none. Start a new run.
     """
     file, parent = journal_path(journal), Path(directory)
-    name, values = by_writer(partial(_found, parent, file), ranks, _NOT_LOADED)
+    name, values = by_writer(partial(_newest, parent, file), ranks, _NOT_LOADED)
     path = parent / name
 
     def check() -> dict[str, Tensor]:
@@ -310,8 +310,8 @@ def load(
         form.refuse("parameter set", path, form.difference(saved, {n: form.describe(p) for n, p in params.items()}))
         return {
             **{PARAMS + n: empty(p, p) for n, p in params.items()},
-            **room("optimizer_state", values["optimizer"], table, params, optimizer_state),
-            **room("noise_state", values["noise"], table, params),
+            **empties("optimizer_state", values["optimizer"], table, params, optimizer_state),
+            **empties("noise_state", values["noise"], table, params),
         }
 
     tensors = all_or_none(check, ranks, _NOT_LOADED)
@@ -364,7 +364,7 @@ def _refuse_copy(place: str | None, end: Head, file: Path) -> None:
     )  # fmt: skip
 
 
-def _found(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
+def _newest(parent: Path, journal: Path | None) -> tuple[str, dict[str, Any]]:
     """The name of the newest complete checkpoint and its state."""
     complete = folder.complete_checkpoints(parent)
     half = [path for path in folder.all_checkpoints(parent) if path not in complete]

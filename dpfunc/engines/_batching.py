@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from dpfunc.batches import tree_leaves
 from dpfunc.engines._guards.collectives import CollectiveRecorder, own_only
 from dpfunc.engines._levels import NeedsLoop, Pass, at_a_level, is_row
-from dpfunc.engines._native import Results, joined
+from dpfunc.engines._native import Results, as_one_node
 
 _log = logging.getLogger("dpfunc")
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -109,7 +109,7 @@ def by_rows(
         return found
 
     before = torch.default_generator.get_state()
-    made = joined(owner, call, inputs, wanted)
+    made = as_one_node(owner, call, inputs, wanted)
     if not torch.equal(before, torch.default_generator.get_state()):
         owner.stop(NeedsLoop(f"{why}, and it draws random numbers"))
     if not shapes_vary:

@@ -19,7 +19,7 @@ from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
 
-class Source(Protocol):
+class SwappedParameters(Protocol):
     """Tensors that replace the parameters of a module which swaps its parameters itself (`fully_shard`)."""
 
     def leaves(self, params: Params) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class Measured(Kept):
         """Squared norms of all parameters; read the mark: true if a number needs care."""
         if self.careful:
             return bool(self.marked)
-        squares, enough = numerics.finished(list(self.found.values()))
+        squares, enough = numerics.squares_to_clip(list(self.found.values()))
         self.sq_norms = dict(zip(self.found, squares.reshape(len(self.found), -1).unbind(0), strict=True))
         self.found = {}  # what the second pass needs are the squares
         return not bool(enough.all())
@@ -113,7 +113,7 @@ class Weighted(Kept):
             if name not in self.sums:
                 self._sum(name, self.joined(name, param, len(result.losses_B)))
         if self.found:
-            squares, _ = numerics.finished(list(self.found.values()))
+            squares, _ = numerics.squares_to_clip(list(self.found.values()))
             self._compare(squares, [self.measured.sq_norms[name] for name in self.found], self.found)
 
     def _sum(self, name: str, grad: PerSampleGrad) -> None:

@@ -226,7 +226,7 @@ def without_dispatch(function: Any) -> Callable[..., Any]:
     return functools.partial(copy, **(function.__kwdefaults__ or {}))
 
 
-def opened(func: Any) -> Callable[..., Any] | None:
+def parts_of(func: Any) -> Callable[..., Any] | None:
     """A version of the function whose parts dispatch to modes; None for a function that is one operation."""
     of_torch = type(func) is FunctionType and (func.__module__ or "").startswith("torch.")
     return without_dispatch(func) if of_torch and _asks_modes(func) else None
@@ -242,7 +242,7 @@ MOST_RAISED = 100
 """Number of caught errors in one call after which the loss gets made-up answers, so that it ends."""
 
 
-def numbers_of_nobody(given: Any, raised: int) -> Any:
+def made_up_numbers(given: Any, raised: int) -> Any:
     """Arguments with made-up numbers, which change after each error: a loss may wait for any sign and size."""
     number = float((raised % 2) * (-10) ** (raised // 2 % 9))
 

@@ -21,7 +21,7 @@ from dpfunc.engines._levels import Handler, Node, Pass, apply_node, gradients, i
 _LARGE = 1 << 16
 
 
-class _Source(Node):
+class _Start(Node):
     """The start of a native graph. It holds no values: leaves would keep the input of each layer in memory."""
 
     @staticmethod
@@ -57,7 +57,7 @@ class Kernel:
         self.again = again
         given = [value.detach() for value in values]
         places = [place for place, wanted in enumerate(self.wanted) if wanted]
-        for place, value in zip(places, apply_node(_Source, ANCHOR, *(given[place] for place in places)), strict=True):
+        for place, value in zip(places, apply_node(_Start, ANCHOR, *(given[place] for place in places)), strict=True):
             given[place] = value
         found = self.call(*given)
         self.starts = [get_gradient_edge(value) if value.requires_grad else None for value in given]
@@ -114,7 +114,7 @@ class Native(Node):
         return None, None, *[None if value is None else kernel.owner.levels.row(value) for value in found]
 
 
-def joined(
+def as_one_node(
     owner: Pass, call: Callable[..., Results], inputs: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """The results of a function of all rows, as those of a row; one node where gradients of inputs are wanted."""
@@ -156,7 +156,7 @@ def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: M
         found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
         return (found.unsqueeze(1),)
 
-    return joined(owner, call, inputs, wanted)[0]
+    return as_one_node(owner, call, inputs, wanted)[0]
 
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -195,7 +195,7 @@ def attention(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
         return (found.reshape(owner.levels.rows, *images, *found.shape[-min(own, 3) :]),)
 
     inputs = [bound[name] for name in names]
-    return joined(owner, call, inputs, [value.requires_grad and torch.is_grad_enabled() for value in inputs])[0]
+    return as_one_node(owner, call, inputs, [value.requires_grad and torch.is_grad_enabled() for value in inputs])[0]
 
 
 WITHOUT_PARAMETERS: Mapping[Any, Handler] = {

@@ -136,7 +136,7 @@ class Measured(NamedTuple):
         return rounding * self.reach_B if self.lost_B is None else torch.add(self.lost_B, self.reach_B, alpha=rounding)
 
 
-def one_after_another(found: Sequence[Measured]) -> Measured:
+def concatenated(found: Sequence[Measured]) -> Measured:
     """Norms that were measured in the same way, as one."""
     return Measured(*(_joined(found, name) for name in Measured._fields))
 
@@ -165,7 +165,7 @@ def of_pairs(a_BTT: Tensor, b_BTT: Tensor, numbers: int) -> Measured:
     return Measured(sq_norms_B.clamp(min=0.0).sqrt(), reach_B, least_B, lost_B)
 
 
-def finished(found: Sequence[Measured]) -> tuple[Tensor, Tensor]:
+def squares_to_clip(found: Sequence[Measured]) -> tuple[Tensor, Tensor]:
     """Squared norms to clip by, safe under rounding, and the mask of those that are finite and have enough digits."""
     norms_B, room_B, least_B = (_joined(found, name) for name in ("norms_B", "room_B", "least_B"))
     sq_norms_B: Tensor = (norms_B if room_B is None else norms_B + room_B).square()
@@ -184,7 +184,7 @@ def _joined(found: Sequence[Measured], name: str) -> Any:
     return torch.cat(values)
 
 
-def again(measured: Measured, eps: float) -> tuple[Tensor, Tensor]:
+def squares_of_float64(measured: Measured, eps: float) -> tuple[Tensor, Tensor]:
     """Squared norms that were measured in float64, safe in sums with this `eps`; the mask of samples that cancel."""
     norms_B, reach_B, least_B, _ = measured
     if reach_B is not None:
@@ -245,24 +245,24 @@ class Costs:
         return Choice("ghost" if self.ghost_pays else "dropped", num_samples * measured, factor_bytes)
 
 
-def summed(numbers: int, positions: int = 1) -> Costs:
+def sum_cost(numbers: int, positions: int = 1) -> Costs:
     """Costs of a gradient that is a sum over positions: of a bias, a norm. It is always formed."""
     return Costs(numbers * positions, _A_FRESH_NUMBER * numbers * (1 + positions), numbers, numbers * positions)
 
 
-def matrix(positions: int, p: int, d: int) -> Costs:
+def matrix_cost(positions: int, p: int, d: int) -> Costs:
     """Costs of a matrix p x d that is applied at some positions."""
     pairs = positions**2
     return Costs(2 * positions * p * d, 2 * pairs * (p + d) + _A_NUMBER * pairs, p * d, positions * (p + d))
 
 
-def table(lookups: int, rows: int, d: int) -> Costs:
+def table_cost(lookups: int, rows: int, d: int) -> Costs:
     """Costs of a table of rows: a look-up moves d numbers; for the norm, look-ups of the same row are added first."""
     moved = _A_NUMBER * lookups * d
     return Costs(moved, 2 * moved, rows * d, lookups * (d + 2), limited=True)  # an index has 8 bytes
 
 
-def kernel(positions: int, cells: int, moves: int, shape: Sequence[int], groups: int) -> Costs:
+def kernel_cost(positions: int, cells: int, moves: int, shape: Sequence[int], groups: int) -> Costs:
     """Costs of the kernel of a convolution; products of windows with windows are sums of those of cells over taps."""
     numbers, pairs, met = math.prod(shape), positions**2, cells**2 // moves
     products = 2 * _A_SMALL_PRODUCT * (pairs * shape[0] + met * shape[1] * groups)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._numerics import Measured, matrix, to_accumulation_dtype
+from dpfunc.engines._numerics import Measured, matrix_cost, to_accumulation_dtype
 
 # Larger gradients (numbers of all samples) are not copied to be computed with others.
 _SMALL = 2**15
@@ -114,7 +114,7 @@ class Outer:
         return torch.bmm(a_BTp.transpose(1, 2), b_BTd).reshape(len(a_BTp), *self.shape)
 
     @property
-    def way(self) -> object:
+    def norm_key(self) -> object:
         """Key of those whose norms are measured together; None where the gradients are formed for the norm.
 
         The norm of a product of two vectors is that of the vectors. That of a sum of products, `sum_{t,u} (a_t . a_u)
@@ -123,18 +123,18 @@ class Outer:
         section 3).
         """
         _, positions, p = self.a_BTp.shape
-        pays = positions == 1 or matrix(positions, p, self.b_BTd.shape[2]).ghost_pays
+        pays = positions == 1 or matrix_cost(positions, p, self.b_BTd.shape[2]).ghost_pays
         return (positions, numerics.accumulation_dtype(self.a_BTp.dtype), self.a_BTp.device) if pays else None
 
     def measure(self) -> Measured:
-        if self.way is not None:
+        if self.norm_key is not None:
             return measured_together([self])
         a_BTp, b_BTd = to_accumulation_dtype(self.a_BTp), to_accumulation_dtype(self.b_BTd)
         found = list[Measured]()
         for a, b in numerics.in_pieces(a_BTp.shape[2] * b_BTd.shape[2], a_BTp, b_BTd):
             norms_B = numerics.norms_of_rows(torch.bmm(a.transpose(1, 2), b).flatten(1))
             found.append(numerics.of_parts(norms_B, (numerics.lengths(a, 2) * numerics.lengths(b, 2)).sum(1)))
-        return numerics.one_after_another(found)
+        return numerics.concatenated(found)
 
     def weighted_sum(self, factors_B: Tensor) -> Tensor:
         """One matrix product over all samples and positions; the narrower side is scaled."""
@@ -148,7 +148,7 @@ class Outer:
 
 
 def measured_together(uses: Sequence[Outer]) -> Measured:
-    """Norms of uses of one `way`, samples of one after those of the other, by few operations whatever their number."""
+    """Norms of uses of one `norm_key`, those of one use after the other, by few operations whatever their number."""
     positions = uses[0].a_BTp.shape[1]
     if positions == 1:  # in float64: no square is lost, and nothing cancels
         sides = [*(use.a_BTp for use in uses), *(use.b_BTd for use in uses)]
@@ -162,7 +162,7 @@ def measured_together(uses: Sequence[Outer]) -> Measured:
         of_a, of_b = (_pairs(own) for own in zip(*pieces[:fitting], strict=True))
         found.append(numerics.of_pairs(of_a, of_b, numbers))
         del pieces[:fitting]
-    return numerics.one_after_another(found)
+    return numerics.concatenated(found)
 
 
 def _pairs(sides: Sequence[Tensor]) -> Tensor:
@@ -274,10 +274,10 @@ def _joined(uses: Sequence[_Kind], axis: int) -> _Kind:
     return replace(uses[0], **cat)  # type: ignore[type-var]  # representations are dataclasses
 
 
-def _changed(grad: _Kind, change: Callable[[Tensor], Tensor]) -> _Kind:
+def _with_tensors(grad: _Kind, change: Callable[[Tensor], Tensor]) -> _Kind:
     """The same with each of its tensors changed: rows taken, made wider."""
     parts = {name: value for name, value in vars(grad).items() if isinstance(value, (Tensor, Gather, Outer))}
-    new = {name: change(v) if isinstance(v, Tensor) else _changed(v, change) for name, v in parts.items()}
+    new = {name: change(v) if isinstance(v, Tensor) else _with_tensors(v, change) for name, v in parts.items()}
     return replace(grad, **new)  # type: ignore[type-var]  # representations are dataclasses
 
 
@@ -319,7 +319,7 @@ def _outer_sums(outer: Outer, factors_NB: Tensor) -> Sequence[Tensor]:
     return torch.bmm(a_NBp.transpose(1, 2), b_NBd).reshape(len(factors_NB), *outer.shape).unbind(0)
 
 
-def _key(grad: PerSampleGrad) -> object:
+def _stack_key(grad: PerSampleGrad) -> object:
     """Key of gradients that can be stacked; None for those that are not stacked."""
     tensors = [value for value in vars(grad).values() if isinstance(value, Tensor)]
     if type(grad) not in (Outer, Dense) or not 0 < sum(value.numel() for value in tensors) <= _SMALL:
@@ -327,13 +327,13 @@ def _key(grad: PerSampleGrad) -> object:
     return (type(grad), grad.shape, *((value.shape, value.dtype, value.device) for value in tensors))
 
 
-def _way(grad: PerSampleGrad) -> object:
+def _norm_key(grad: PerSampleGrad) -> object:
     """Key of gradients that are measured together; None for those that are measured one at a time."""
     outer = grad.outer if isinstance(grad, Tied) else grad
-    return outer.way if isinstance(outer, Outer) else None
+    return outer.norm_key if isinstance(outer, Outer) else None
 
 
-def _measured(grads: Sequence[PerSampleGrad]) -> list[Measured]:
+def _measure_stacks(grads: Sequence[PerSampleGrad]) -> list[Measured]:
     """Norms of gradients that are measured together."""
     if len(grads) == 1:
         return [grads[0].measure()]
@@ -346,16 +346,16 @@ def _measured(grads: Sequence[PerSampleGrad]) -> list[Measured]:
     return [grad.measure(own) if isinstance(grad, Tied) else own for grad, own in zip(grads, each, strict=True)]
 
 
-def _wide(grad: PerSampleGrad, rows: Tensor) -> PerSampleGrad:
+def _in_float64(grad: PerSampleGrad, rows: Tensor) -> PerSampleGrad:
     """Some samples, in float64."""
-    return _changed(grad, lambda values: values[rows].double() if values.is_floating_point() else values[rows])
+    return _with_tensors(grad, lambda values: values[rows].double() if values.is_floating_point() else values[rows])
 
 
-def _mend(grad: PerSampleGrad, squares_B: Tensor, enough_B: Tensor, eps: float) -> Tensor:
+def _measure_again(grad: PerSampleGrad, squares_B: Tensor, enough_B: Tensor, eps: float) -> Tensor:
     """Measure samples that have too few digits again, in float64; the mask of those whose parts cancel."""
     rows, cancels_B = (~enough_B).nonzero()[:, 0], torch.zeros_like(enough_B)
     if len(rows):
-        squares, cancels = numerics.again(_wide(grad, rows).measure(), eps)
+        squares, cancels = numerics.squares_of_float64(_in_float64(grad, rows).measure(), eps)
         squares_B[rows], cancels_B[rows] = squares.to(squares_B.dtype), cancels
     return cancels_B
 
@@ -365,14 +365,14 @@ def _careful_sum(grad: PerSampleGrad, factors_B: Tensor, cancels_B: Tensor) -> T
     if isinstance(grad, Zeros):
         return grad.weighted_sum(factors_B)
     easy, hard = (((factors_B != 0) & mask_B).nonzero()[:, 0] for mask_B in (~cancels_B, cancels_B))
-    total = _changed(grad, lambda values: values[easy]).weighted_sum(factors_B[easy])
+    total = _with_tensors(grad, lambda values: values[easy]).weighted_sum(factors_B[easy])
     for rows in hard.split(max(1, numerics.SCRATCH // max(1, math.prod(grad.shape)))) if len(hard) else ():
-        formed = Dense(_wide(grad, rows).dense().to(total.dtype))
+        formed = Dense(_in_float64(grad, rows).dense().to(total.dtype))
         total = total + formed.weighted_sum(factors_B[rows])
     return total
 
 
-class _Found(NamedTuple):
+class _MeasuredNorms(NamedTuple):
     """Stacks in the order of measurement, with the names and squared norms of all their parameters, and the
     mask of the norms that are finite and have enough digits."""
 
@@ -402,7 +402,7 @@ class PerSample:
     needs_audit: bool = True
     aux: Any = None
     late: bool = False
-    _memo: list[_Found] = field(default_factory=list, repr=False, compare=False)
+    _memo: list[_MeasuredNorms] = field(default_factory=list, repr=False, compare=False)
     repeatable: ClassVar[bool] = True  # weighted sums can be taken more than once
 
     @cached_property
@@ -410,38 +410,38 @@ class PerSample:
         """All gradients, small ones of equal shapes as one; large ones first: a sum takes memory while it is made."""
         together: dict[object, list[str]] = {}
         for name, grad in self.grads.items():
-            together.setdefault(_key(grad) or name, []).append(name)
+            together.setdefault(_stack_key(grad) or name, []).append(name)
         stacks = [_Stack(names, [self.grads[name] for name in names]) for names in together.values()]
         return sorted(stacks, key=lambda stack: math.prod(stack.grads[0].shape), reverse=True)
 
-    def _found(self) -> _Found:
+    def _measured_norms(self) -> _MeasuredNorms:
         """Norms of all parameters, by few operations, without a read."""
         if not self._memo:
             together: dict[object, list[_Stack]] = {}
             for stack in self._stacks:
-                together.setdefault(_way(stack.joined) or stack.names[0], []).append(stack)
-            several = (_measured([stack.joined for stack in stacks]) for stacks in together.values())
+                together.setdefault(_norm_key(stack.joined) or stack.names[0], []).append(stack)
+            several = (_measure_stacks([stack.joined for stack in stacks]) for stacks in together.values())
             found = [each for own in several for each in own]
             stacks = [stack for own in together.values() for stack in own]
             names = [name for stack in stacks for name in stack.names]
             eps = max(torch.finfo(each.norms_B.dtype).eps for each in found)
-            self._memo.append(_Found(stacks, names, *numerics.finished(found), eps))
+            self._memo.append(_MeasuredNorms(stacks, names, *numerics.squares_to_clip(found), eps))
         return self._memo[0]
 
     @cached_property
     def is_marked(self) -> bool:
         """Read the mark: True if some number needs the careful computation."""
-        return not bool(self._found().enough.all())
+        return not bool(self._measured_norms().enough.all())
 
     @cached_property
     def _norms(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Squared norms, and masks of samples whose parts cancel; no masks where all sums are taken as they are."""
-        stacks, names, squares, enough, eps = self._found()
+        stacks, names, squares, enough, eps = self._measured_norms()
         shape, cancels = (len(names), len(squares) // len(names)), enough[:0]
         if not self.late and self.is_marked:
             sizes = [shape[1] * len(stack.names) for stack in stacks]
             parts = zip(stacks, squares.split(sizes), enough.split(sizes), strict=True)
-            masks = torch.cat([_mend(stack.joined, own, mask, eps) for stack, own, mask in parts])
+            masks = torch.cat([_measure_again(stack.joined, own, mask, eps) for stack, own, mask in parts])
             cancels = masks if bool((masks | ~torch.isfinite(squares)).any()) else cancels
         by_name = dict(zip(names, squares.reshape(shape).unbind(0), strict=True))
         return by_name, dict(zip(names, cancels.reshape(shape).unbind(0), strict=True)) if len(cancels) else {}

@@ -24,7 +24,7 @@ from dpfunc.engines._batching import by_rows, verified
 from dpfunc.engines._book_keeping import WITH_PARAMETERS, registered
 from dpfunc.engines._composite import COMPOSITES
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
-from dpfunc.engines._ghost import Source
+from dpfunc.engines._ghost import SwappedParameters
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.loss import (
     computes_itself,
@@ -52,9 +52,9 @@ from dpfunc.engines._levels import (
     is_row,
     is_set_from_inside,
     levels,
-    numbers_of_nobody,
-    opened,
+    made_up_numbers,
     outside_levels,
+    parts_of,
     run_backward,
     seen_as_compiling,
     transforms_seen,
@@ -121,7 +121,7 @@ class Rows:
     params: Params
     batch: Batch
     positions: Sequence[int]
-    source: Source | None = None
+    source: SwappedParameters | None = None
 
     @property
     def are_split(self) -> bool:
@@ -148,14 +148,14 @@ class _RowPass(Pass):
         self._modes, self.raised = open_modes(), 0
         self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
         self._handlers = _HANDLERS_WITH_RULES if settings.rules else _HANDLERS_WITHOUT_RULES
-        self._stands = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
+        self._stand_ins = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handlers, kwargs = self._handlers.get(func), kwargs or {}
-        if self._stands and func not in _OF_MEMORY:
-            stands = self._stands
+        if self._stand_ins and func not in _OF_MEMORY:
+            stands = self._stand_ins
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda leaf: stands.get(id(leaf), leaf), (tuple(args), dict(kwargs))
             )
@@ -171,7 +171,7 @@ class _RowPass(Pass):
                 found = registered(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
-            for handler in (_last(func),) if handlers is None else handlers:
+            for handler in (_default(func),) if handlers is None else handlers:
                 found = handler(self, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
@@ -182,14 +182,14 @@ class _RowPass(Pass):
                 self.stopped = error if isinstance(error, (Stop, DPFuncError)) else NeedsLoop(reason)
             self.raised += 1
             if self.raised > MOST_RAISED:
-                return self._anyhow(func, args, kwargs)
+                return self._made_up_answer(func, args, kwargs)
             raise
 
-    def _anyhow(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _made_up_answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A made-up answer for a loss that catches each end of its pass and tries again; its results are dropped."""
         if func in _NESTED:  # gradients, of which made-up numbers have none
-            return tuple(numbers_of_nobody(tree_leaves(args[1:2] or kwargs.get("inputs")), self.raised))
-        args, kwargs = numbers_of_nobody((tuple(args), dict(kwargs)), self.raised)
+            return tuple(made_up_numbers(tree_leaves(args[1:2] or kwargs.get("inputs")), self.raised))
+        args, kwargs = made_up_numbers((tuple(args), dict(kwargs)), self.raised)
         with outside_levels():
             return func(*args, **kwargs)
 
@@ -199,7 +199,7 @@ class _RowPass(Pass):
         if names:
             self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
 
-    def _opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _by_parts(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
         if isinstance(func, (OpOverload, OpOverloadPacket)):
             refuse_undeclared(func)
@@ -211,7 +211,7 @@ class _RowPass(Pass):
                     return found
                 self.stop(NeedsLoop(f"the operation {func} is of another library, and may mix rows that it is given"))
             return by_rows(self, func, args, kwargs)
-        parts = opened(func)
+        parts = parts_of(func)
         return by_rows(self, func, args, kwargs) if parts is None else self.seen(parts, args, kwargs)
 
     @cached_property
@@ -261,13 +261,13 @@ class _RowPass(Pass):
             self.stop(NoRules("the loss has a hook on a parameter or a node"))
         return NotImplemented
 
-    def dual(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def forward_mode(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A direction of forward mode; in a trace (`torch.func.linearize`), gradients would be those of constants."""
         if torch._C._len_torch_dispatch_stack():
             self.stop(NeedsLoop("the loss traces its operations (torch.func.linearize)"))
         return NotImplemented
 
-    def function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def custom_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A custom function: a rule for vmap, its own or generated, would see all rows, and this mode not its parts."""
         custom = args[0]
         of_shards = custom.__module__.startswith("torch.distributed.fsdp.")  # which return what they are given
@@ -285,7 +285,7 @@ class _RowPass(Pass):
             raise UnsupportedModel(f"The loss writes into a parameter ({func.__name__}). Use out-of-place operations.")
         return NotImplemented
 
-    def made(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def factory(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A tensor that the loss makes, with memory for each row; memory that was not written is cleared."""
         if func is torch.arange:
             args, kwargs = numbers(self, (tuple(args), dict(kwargs)))
@@ -296,9 +296,9 @@ class _RowPass(Pass):
         if func in _UNWRITTEN and isinstance(found, Tensor):
             with torch.no_grad():
                 found.zero_()  # it may hold numbers of other rows
-        return self._own(found) if self.settings.own_memory and not kwargs.get("requires_grad") else found
+        return self._with_own_memory(found) if self.settings.own_memory and not kwargs.get("requires_grad") else found
 
-    def _own(self, found: Any) -> Any:
+    def _with_own_memory(self, found: Any) -> Any:
         """A tensor that is the same for all rows, with memory for each."""
         if not isinstance(found, Tensor) or is_row(found):
             return found
@@ -388,23 +388,22 @@ _UNBATCHED = frozenset((*_NESTED, *_HOOKING, torch._functorch.autograd_function.
 _DIRECT = verified() | _UNBATCHED
 
 
-def _last(func: Any) -> Handler:
+def _default(func: Any) -> Handler:
     """The handler of a function that no table names: call it unchanged, call its parts, or go row by row."""
     if func in _DIRECT:
         return _as_it_is
-    return _RowPass._opened if isinstance(func, _OF_PYTHON) else by_rows
+    return _RowPass._by_parts if isinstance(func, _OF_PYTHON) else by_rows
 
 
-# Who answers a function, in this order: the first whose answer is not NotImplemented. Without rules
-# those about parameters are not asked.
-_OWN: Mapping[Any, Handler] = {
+# Handlers of the pass itself. Of several handlers of a function the first answers that does not return NotImplemented.
+_PASS_HANDLERS: Mapping[Any, Handler] = {
     **dict.fromkeys(_WRITES, _RowPass.written),
     **dict.fromkeys(_NESTED, _RowPass.nested),
     **dict.fromkeys(_HOOKING, _RowPass.hooked),
-    torch._C._VariableFunctions._make_dual: _RowPass.dual,
-    **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.made),
+    torch._C._VariableFunctions._make_dual: _RowPass.forward_mode,
+    **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.factory),
     **dict.fromkeys(RANDOM, _RowPass.random),
-    torch._functorch.autograd_function.custom_function_call: _RowPass.function,
+    torch._functorch.autograd_function.custom_function_call: _RowPass.custom_function,
     Tensor.requires_grad_: lambda mode, func, args, kwargs: args[0] if args[0].requires_grad else NotImplemented,
     _DATA.__set__: _data_set,
     **RECURRENT_LAYERS,
@@ -413,14 +412,14 @@ _OWN: Mapping[Any, Handler] = {
 }
 
 
-def _answered(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
-    functions = {func for table in tables for func in table}
-    found = {func: (*(table[func] for table in tables if func in table), _last(func)) for func in functions | _DIRECT}
+def _handlers_by_function(*tables: Mapping[Any, Handler]) -> dict[Any, tuple[Handler, ...]]:
+    functions = _DIRECT.union(*tables)
+    found = {func: (*(table[func] for table in tables if func in table), _default(func)) for func in functions}
     return {**found, **dict.fromkeys(_METADATA, _NO_HANDLERS)}
 
 
-_HANDLERS_WITH_RULES = _answered(_OWN, WITH_PARAMETERS, WITHOUT_PARAMETERS, READS)
-_HANDLERS_WITHOUT_RULES = _answered(_OWN, READS)
+_HANDLERS_WITH_RULES = _handlers_by_function(_PASS_HANDLERS, WITH_PARAMETERS, WITHOUT_PARAMETERS, READS)
+_HANDLERS_WITHOUT_RULES = _handlers_by_function(_PASS_HANDLERS, READS)
 
 
 def run_pass(

@@ -10,7 +10,7 @@ from itertools import chain
 
 from dpfunc.batches import batch_size
 from dpfunc.engines._levels import PassResult
-from dpfunc.engines._numerics import summed
+from dpfunc.engines._numerics import sum_cost
 from dpfunc.engines._rules.table import ParameterUse
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import InvalidArgument
@@ -85,7 +85,7 @@ def _of_use(use: ParameterUse) -> list[UseCost]:
 
 
 def _of_formed(name: str, op: str, shape: Sequence[int], num_samples: int) -> UseCost:
-    cost = summed(math.prod(shape)).choose(num_samples)
+    cost = sum_cost(math.prod(shape)).choose(num_samples)
     return UseCost(name, op, cost.representation, tuple(shape), cost.num_bytes, cost.operations)
 
 

@@ -27,8 +27,8 @@ from dpfunc.engines._levels import (
     MOST_RAISED,
     SETTING_DATA,
     is_set_from_inside,
-    numbers_of_nobody,
-    opened,
+    made_up_numbers,
+    parts_of,
     run_backward,
     seen_as_compiling,
 )
@@ -38,11 +38,11 @@ from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
 from dpfunc.types import Batch, LossFn, Params
 
-MOST_TOLD = 100
+MAX_TRIAL_READS = 100
 """Numbers of made-up rows that Python may read: a loop of Python may wait for one that they never have."""
 
-_ASKING = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
-_TELLING = frozenset(
+_TO_BOOL = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
+_TO_VALUE = frozenset(
     getattr(Tensor, name)
     for name in (
         "item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__", "__format__",
@@ -57,12 +57,12 @@ class RowResult(NamedTuple):
     losses_1: Tensor
     grads: dict[str, Tensor]
     dtypes: frozenset[torch.dtype]
-    asked: bool
+    reads_any: bool
     reads: bool
     aux: Any = None
 
 
-class Call(NamedTuple):
+class Trial(NamedTuple):
     """Facts about a call with a made-up row: the loss called `backward()`, which levels refuse; or it failed."""
 
     backward: bool = False
@@ -80,7 +80,7 @@ class RowAlone(TorchFunctionMode):
         super().__init__()
         self.memory, self.allowed = RowMemory(), allowed
         self.draws = OwnDraws([position], torch.default_generator.get_state(), one_row=True)
-        self.asked = self.reads = self.backward = False
+        self.reads_any = self.reads = self.backward = False
         self.stopped: BaseException | None = None
         self.raised = 0
         self.dtypes = set[torch.dtype]()  # of the numbers that the loss computes with
@@ -98,14 +98,14 @@ class RowAlone(TorchFunctionMode):
                     "The loss sets the data of a tensor inside of a transform of torch.func (`tensor.data = value`). "
                     "Return the value from the function that is transformed."
                 )
-            if func in _ASKING or func in _TELLING:
-                self._tell(func, args)
+            if func in _TO_BOOL or func in _TO_VALUE:
+                self._note_read(func, args)
             self.backward |= func in (torch.autograd.backward, Tensor.backward)
         except (DPFuncError, _UnansweredRead) as error:
             self.stopped, self.raised = self.stopped or error, self.raised + 1
             if self.raised <= MOST_RAISED:
                 raise
-            args, kwargs = numbers_of_nobody((tuple(args), dict(kwargs)), self.raised)
+            args, kwargs = made_up_numbers((tuple(args), dict(kwargs)), self.raised)
         found = self._computed(func, args, kwargs)
         if isinstance(found, Tensor) and found.is_floating_point():
             self.dtypes.add(found.dtype)
@@ -117,14 +117,14 @@ class RowAlone(TorchFunctionMode):
         if self.stopped is not None:
             raise self.stopped
 
-    def _tell(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.asked = True
+    def _note_read(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.reads_any = True
         if not any(isinstance(value, Tensor) and self.memory.depends(value) for value in args):
             return
         self.reads = True
         if self.allowed is not None:
             self.allowed -= 1
-            if self.allowed < 0 or func in _TELLING:  # a loop of Python may wait for a number that zeros never have
+            if self.allowed < 0 or func in _TO_VALUE:  # a loop of Python may wait for a number that zeros never have
                 raise _UnansweredRead
 
     def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -134,7 +134,7 @@ class RowAlone(TorchFunctionMode):
                 return found
         bound = arguments(args, kwargs) if func in KINDS else {"dropout": 0.0}
         drops = bound["dropout"] and bound["train"] and bound["num_layers"] > 1
-        parts = partial(_recurrent, func) if drops else opened(func)
+        parts = partial(_recurrent, func) if drops else parts_of(func)
         if parts is None:
             return func(*args, **kwargs)
         with self:
@@ -149,11 +149,11 @@ def _recurrent(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ten
 class Loop:
     """Engine that `loop` returns."""
 
-    _warmed: Memo[Call] = field(default_factory=Memo, repr=False, compare=False)
+    _trials: Memo[Trial] = field(default_factory=Memo, repr=False, compare=False)
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> None:
         """Let the loss build what it keeps for rows of this shape."""
-        self._warmed(partial(warmed, loss_fn, params, batch), loss_fn, params, batch)
+        self._trials(partial(warm_up, loss_fn, params, batch), loss_fn, params, batch)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         return self.rows(loss_fn, params, batch, range(batch_size(batch)))
@@ -203,11 +203,11 @@ def rows_alone(
     parts = {name: local(param.detach()) for name, param in params.items()}
     grads_B = {name: part.new_zeros(num_samples, *part.shape) for name, part in parts.items()}
     before = python_state(loss_fn) if num_samples else ()
-    losses, aux, reached, asked, reads = list[Tensor](), list[Any](), not num_samples, read, False
+    losses, aux, reached, reads_any, reads = list[Tensor](), list[Any](), not num_samples, read, False
     for row, position in enumerate(positions):
         torch.default_generator.set_state(seed)
         found = row_gradients(loss_fn, params, row_alone(batch, row), position, recorder)
-        reached, asked, reads = reached or bool(found.grads), asked or found.asked, reads or found.reads
+        reached, reads_any, reads = reached or bool(found.grads), reads_any or found.reads_any, reads or found.reads
         losses.append(found.losses_1)
         aux.append(found.aux)
         _keep(grads_B, row, found.grads)
@@ -215,7 +215,7 @@ def rows_alone(
         if (found.reads or not row) and not in_lockstep():
             torch.default_generator.set_state(seed)  # a seed that the loss has set is no state: each row begins anew
             refuse_counting(loss_fn, before)
-    checks.check_depends(reached, reads=asked)
+    checks.check_depends(reached, reads=reads_any)
     losses_B = torch.cat(losses) if losses else next(iter(parts.values())).new_zeros(0)
     check_replicated(losses_B, grads_B, params, recorder.meshes)
     grads = {name: Dense(grad_B) for name, grad_B in grads_B.items()}
@@ -254,7 +254,7 @@ def _check_repeats(again: RowResult, losses_B: Tensor, grads_B: Mapping[str, Ten
 
 
 @contextmanager
-def _inside(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
+def _row_context(mode: RowAlone, recorder: CollectiveRecorder | None = None) -> Iterator[None]:
     """Context in which the loss of one row is called, and its backward pass runs."""
     try:
         with (
@@ -273,7 +273,7 @@ def row_gradients(
     # a loss that writes into parameters (`.data`) changes these copies only
     leaves = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
     mode = RowAlone(row, position)
-    with checks.parameters_unchanged(leaves), _inside(mode, recorder):
+    with checks.parameters_unchanged(leaves), _row_context(mode, recorder):
         losses_1, aux = checks.split_aux(loss_fn(leaves, row))
         mode.refuse_stopped()
         checks.refuse_reentrant((), checks.check_losses(losses_1))
@@ -286,7 +286,7 @@ def row_gradients(
         for name, grad in used.items()
     }
     aux = None if aux is None else tree_map(Tensor.detach, aux)
-    return RowResult(losses_1.detach(), local_grads, frozenset(mode.dtypes), mode.asked, mode.reads, aux)
+    return RowResult(losses_1.detach(), local_grads, frozenset(mode.dtypes), mode.reads_any, mode.reads, aux)
 
 
 def made_up(params: Params) -> dict[str, Tensor]:
@@ -300,27 +300,27 @@ def made_up_row(batch: Batch, value: int) -> Batch:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def quiet_trial() -> Iterator[None]:
     """Context that restores random numbers and hides warnings; errors wait for the batch, unless processes wait."""
     key, quiet = insecure_key(0), warnings.catch_warnings(action="ignore")
     with nullcontext() if in_lockstep() else suppress(Exception), quiet, torch_seed(key), cpu_seeds(key):
         yield
 
 
-def warmed(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0) -> Call:
+def warm_up(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0) -> Trial:
     """Call a loss on made-up rows, so that it builds what it caches for their shape (a mask, a table of positions).
 
     It is stopped where it would read numbers of a made-up row, or read more than a few: no loop of it goes on.
     """
     if in_lockstep():  # FSDP would communicate
-        return Call()
+        return Trial()
     mode: RowAlone | None = None
     ended = False
-    with aside():
+    with quiet_trial():
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
         row = made_up_row(batch, value)
-        mode = RowAlone(row, 0, MOST_TOLD)
-        with suppress(_UnansweredRead), _inside(mode):  # what is made of the row is no table of a shape
+        mode = RowAlone(row, 0, MAX_TRIAL_READS)
+        with suppress(_UnansweredRead), _row_context(mode):  # what is made of the row is no table of a shape
             loss_fn(leaves, row)
         ended = True
-    return Call(mode is not None and mode.backward, not ended)
+    return Trial(mode is not None and mode.backward, not ended)

@@ -29,7 +29,7 @@ from dpfunc.engines._guards.loss import (
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
-from dpfunc.engines.loop import Call, RowAlone, aside, made_up, made_up_row, warmed
+from dpfunc.engines.loop import RowAlone, Trial, made_up, made_up_row, quiet_trial, warm_up
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
 
@@ -127,7 +127,7 @@ class Microbatches:
     audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     late_mark: LateMark = field(default_factory=LateMark, repr=False, compare=False)
     _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
-    _warmed: Memo[Call] = field(default_factory=Memo, repr=False, compare=False)
+    _trials: Memo[Trial] = field(default_factory=Memo, repr=False, compare=False)
 
     @cached_property
     def _row_engine(self) -> RowEngine | None:
@@ -179,7 +179,7 @@ class Microbatches:
         with uncompiled():
             if self._row_engine is not None:
                 return self._row_engine.prepare(self.loss_fn, params, batch)
-            return self._warmed(partial(warmed, self.loss_fn, params, batch), self.loss_fn, params, batch)
+            return self._trials(partial(warm_up, self.loss_fn, params, batch), self.loss_fn, params, batch)
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if self.size is None:
@@ -252,7 +252,7 @@ def _largest(loss_fn: LossFn, params: Params, batch: Batch) -> int:
     """
     device, num_bytes = next(iter(params.values())).device, 0
     for value in (1, 0):
-        with aside():
+        with quiet_trial():
             num_bytes = max(num_bytes, saved_bytes(loss_fn, made_up(params), made_up_row(batch, value)))
     of_device = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory // _DEVICE_SHARE
     return max(1, (of_device or _CPU_BYTES) // num_bytes) if num_bytes else 1

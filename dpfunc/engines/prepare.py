@@ -15,7 +15,7 @@ from dpfunc.engines._levels import FirstRead, NeedsLoop
 from dpfunc.engines._per_sample import Kept
 from dpfunc.engines._row_pass import Rows, Settings, first_settings_that_work, run_pass
 from dpfunc.engines._rules.table import ParameterUse
-from dpfunc.engines.loop import MOST_TOLD, Call, aside, made_up, made_up_row, warmed
+from dpfunc.engines.loop import MAX_TRIAL_READS, Trial, made_up, made_up_row, quiet_trial, warm_up
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def prepare(rows: Rows, *, rules: bool) -> PreparedLoss:
     """
     found = PreparedLoss(Settings(rules))
     for value in (1, 0):
-        call = Call() if rows.source else warmed(rows.loss_fn, rows.params, rows.batch, value)
+        call = Trial() if rows.source else warm_up(rows.loss_fn, rows.params, rows.batch, value)
         if call.backward:  # a loss may catch torch's error for ever
             return replace(found, why_loop="the loss calls backward(), which torch refuses inside of vmap")
         if call.failed or rows.are_split:
             continue
-        with aside():
+        with quiet_trial():
             params = rows.params if rows.source else made_up(rows.params)
             own = replace(rows, params=params, batch=made_up_row(rows.batch, value), positions=range(1))
             found = _prepared_by(own, found)
@@ -77,7 +77,7 @@ def _prepared_by(row: Rows, before: PreparedLoss) -> PreparedLoss:
 
     def attempt(settings: Settings) -> PreparedLoss:
         kept = Kept()
-        result = run_pass(row, settings, {}, kept, MOST_TOLD)
+        result = run_pass(row, settings, {}, kept, MAX_TRIAL_READS)
         of_rules = [(name, use.name) for use in result.uses for name in use.wanted.values()]
         uses = {name: dict.fromkeys(before.uses.get(name, ())) for name in row.params}
         for name, operation in (*reversed(of_rules), *((name, "vmap(grad)") for name in result.rest)):

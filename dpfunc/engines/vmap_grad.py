@@ -20,7 +20,7 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, on_any_process
 from dpfunc._utils.validation import one_of
 from dpfunc.batches import Memo, batch_size
-from dpfunc.engines._ghost import Ghost, Measured, Source, Weighted, differs
+from dpfunc.engines._ghost import Ghost, Measured, SwappedParameters, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
 from dpfunc.engines._levels import Diverged, FirstRead, NeedsLoop, NoRules, PassResult, Stop, outside_levels
@@ -165,7 +165,7 @@ class VmapGrad:
 
     rules: bool = True
     two_passes: bool = False
-    source: Source | None = field(default=None, repr=False)
+    source: SwappedParameters | None = field(default=None, repr=False)
     on_pass: Callable[[PassResult], None] | None = field(default=None, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)

@@ -43,7 +43,7 @@ from dpfunc.engines._levels import (
     Stop,
     inside,
     levels,
-    opened,
+    parts_of,
     run_backward,
     seen_as_compiling,
 )
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        parts = opened(func)
+        parts = parts_of(func)
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)

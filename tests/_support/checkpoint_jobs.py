@@ -166,7 +166,7 @@ def trouble_while_saving(folder, moments):
 
     places = {
         "tensors": (filesystem.FileSystemWriter, "write_data"),
-        "part": (saving, "_sign"),
+        "part": (saving, "_list_own_files"),
         "commit": (saving, "_commit"),
         "rename": (folder_module, "free_name"),
     }

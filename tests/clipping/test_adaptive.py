@@ -275,8 +275,8 @@ def test_processes_agree_on_the_bounds():
     """What each tells the others of its state has its bounds: with other ones they refuse the step."""
     dp_step = dpfunc.make_dp_step(linear_loss, plan_of())
     state = dp_step.init(params(), insecure_key(3))
-    assert dp_step._described(state) == dp_step._described(state._replace(clip_state=dict(state.clip_state)))
-    assert dp_step._described(state) != dp_step._described(state._replace(clip_state={"all": 0.2}))
+    assert dp_step._must_be_equal(state) == dp_step._must_be_equal(state._replace(clip_state=dict(state.clip_state)))
+    assert dp_step._must_be_equal(state) != dp_step._must_be_equal(state._replace(clip_state={"all": 0.2}))
 
 
 def test_a_replay_on_neighbours_holds():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo.parity import ENGINES, differences, truth_of, without_gradient
 
-from dpfunc.engines._numerics import Costs, summed
+from dpfunc.engines._numerics import Costs, sum_cost
 from dpfunc.engines._rules import RULES
 
 # torch says once that "same" padding of even kernels copies the input
@@ -56,7 +56,7 @@ def test_layers_equal_the_loop(engine, name):
 @pytest.mark.parametrize("formed", [True, False], ids=["formed", "factors"])
 def test_both_forms_are_the_same(formed, name, monkeypatch):
     """Whether gradients are formed at once or kept as factors is a matter of speed."""
-    costs = summed(1) if formed else Costs(product=0, ghost=0, numbers=1, factors=0)
+    costs = sum_cost(1) if formed else Costs(product=0, ghost=0, numbers=1, factors=0)
     assert (costs.choose(3).representation == "formed") is formed
     for op, rule in RULES.items():
         monkeypatch.setitem(RULES, op, replace(rule, costs=lambda use: costs))

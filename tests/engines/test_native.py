@@ -119,12 +119,12 @@ def of_attention(name, dtype=torch.float64):
 @pytest.fixture
 def called(monkeypatch):
     """Shapes of the queries of each call of attention below the levels."""
-    shapes, joined = [], native_operations.joined
+    shapes, as_one_node = [], native_operations.as_one_node
 
     def noted(owner, call, inputs, wanted):
-        return joined(owner, lambda *given: shapes.append(given[0].shape) or call(*given), inputs, wanted)
+        return as_one_node(owner, lambda *given: shapes.append(given[0].shape) or call(*given), inputs, wanted)
 
-    monkeypatch.setattr(native_operations, "joined", noted)
+    monkeypatch.setattr(native_operations, "as_one_node", noted)
     return shapes
 
 

@@ -18,7 +18,7 @@ from zoo.parity import ENGINES, differences, roughen, truth_of
 
 from dpfunc import clipping
 from dpfunc.clipped import clipped_grad
-from dpfunc.engines._numerics import kernel, matrix, summed, table
+from dpfunc.engines._numerics import kernel_cost, matrix_cost, sum_cost, table_cost
 from dpfunc.functional import functionalize
 from dpfunc.rng import insecure_key
 
@@ -392,17 +392,17 @@ SIZES = st.integers(1, 4096)
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64))
 def test_nothing_is_formed_beyond_the_budget_but_what_is_smaller_than_its_factors(positions, p, d, num_samples):
-    choice = matrix(positions, p, d).choose(num_samples, 0)
+    choice = matrix_cost(positions, p, d).choose(num_samples, 0)
     assert choice.representation != "formed" or choice.num_bytes <= 4 * num_samples * positions * (p + d)
 
 
 CHOSEN = {
-    "few positions": (matrix(64, 1024, 1024), "ghost"),
-    "many positions": (matrix(4096, 1024, 1024), "formed"),
-    "LoRA: a narrow matrix is nearly free": (matrix(128, 8, 384), "formed"),
-    "small table": (table(lookups=128, rows=16, d=64), "formed"),
-    "kernel, many positions": (kernel(1024, 1024, 1, (16, 3, 3, 3), 1), "formed"),
-    "kernel, few positions": (kernel(16, 16, 1, (512, 512, 3, 3), 1), "ghost"),
+    "few positions": (matrix_cost(64, 1024, 1024), "ghost"),
+    "many positions": (matrix_cost(4096, 1024, 1024), "formed"),
+    "LoRA: a narrow matrix is nearly free": (matrix_cost(128, 8, 384), "formed"),
+    "small table": (table_cost(lookups=128, rows=16, d=64), "formed"),
+    "kernel, many positions": (kernel_cost(1024, 1024, 1, (16, 3, 3, 3), 1), "formed"),
+    "kernel, few positions": (kernel_cost(16, 16, 1, (512, 512, 3, 3), 1), "ghost"),
 }
 
 
@@ -413,5 +413,5 @@ def test_what_is_chosen(name):
 
 
 def test_large_tables_are_not_formed_and_sums_are():
-    assert table(lookups=128, rows=50_000, d=64).choose(32).representation != "formed"
-    assert summed(384, 128).choose(32, 0).representation == "formed"
+    assert table_cost(lookups=128, rows=50_000, d=64).choose(32).representation != "formed"
+    assert sum_cost(384, 128).choose(32, 0).representation == "formed"

@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 
-from dpfunc.engines._guards.loss import is_earlier, keeping, plain_memory, refuse_kept
+from dpfunc.engines._guards.loss import is_earlier, kept_by_loss, plain_memory, refuse_kept
 from dpfunc.engines._levels import inside
 
 _MAX_OBJECTS = 100_000
@@ -158,7 +158,7 @@ def _walk(loss_fn: object, weak: bool = True) -> _Walk:
             elif issubclass(kind, ModuleType) and not _of_library(value):
                 modules.append(value)
         if modules and place + 1 == len(objects):  # in a closure or an attribute: any function may use their values
-            found = [each for module in modules for each in _within(sorted(names), vars(module), _OF_ANY)]
+            found = [each for module in modules for each in _values_named(sorted(names), vars(module), _OF_ANY)]
             new = [each for each in found if type(each) not in _PLAIN and id(each) not in number_of]
             objects += new or [each for each in found if type(each) in _PLAIN]
             modules = modules if new else []
@@ -178,7 +178,7 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
         return [*value, *(part for part in gc.get_referents(value) if part is not none)]
     if issubclass(kind, _AS_THEY_ARE) or (issubclass(kind, type) and _of_library(value)):
         return None
-    left_out, inner = _of_class(kind)
+    left_out, inner = _how_to_read(kind)
     if inner is None or id(value) == _IMPORTED or (kind is functools._lru_cache_wrapper and _is_named(value)):
         return ()
     try:
@@ -195,15 +195,15 @@ def _parts(value: Any, kind: Any) -> Sequence[Any] | None:
 
 
 @functools.lru_cache(4096)
-def _of_class(kind: type) -> tuple[frozenset[str], Callable[[Any], Iterable[Any]] | None]:
+def _how_to_read(kind: type) -> tuple[frozenset[str], Callable[[Any], Iterable[Any]] | None]:
     """Attributes to skip, and a function that reads the rest of an object's state; None: skip the whole object."""
     entered = hasattr(kind, "__enter__") and _of_library(kind) and not issubclass(kind, _MEMORY)
     packages = {str(each.__module__).partition(".")[0] for each in kind.__mro__}
     if entered or issubclass(kind, _RUNNING) or not _OF_OTHERS.isdisjoint(packages):
         return frozenset(), None
     left_out = (names for concerns, names in _LEFT_OUT if issubclass(kind, concerns))
-    known = (inner for kinds, inner in _INSIDE if issubclass(kind, kinds))
-    return _OF_GENERATION.union(*left_out), next(known, _memory if _hides(kind) else lambda value: ())
+    known = (inner for kinds, inner in _STATE_OF_KINDS if issubclass(kind, kinds))
+    return _OF_GENERATION.union(*left_out), next(known, _digest_of_memory if _hides_state(kind) else lambda value: ())
 
 
 def _of_generation(value: object) -> bool:
@@ -254,17 +254,17 @@ def _named(names: Collection[str], scope: Mapping[str, Any]) -> Iterable[Any]:
     """Values of global names and of modules that are imported inside; and what a loss has put into libraries."""
     package = scope.get("__package__")
     found = [sys.modules.get(n) or sys.modules.get(f"{package}.{n}") or vars(builtins).get(n) for n in names]
-    found += _within(names, scope, _BY_TEXT)
+    found += _values_named(names, scope, _BY_TEXT)
     spaces = [value for value in found if isinstance(value, _SPACES)]
     found = [None if isinstance(value, ModuleType) and _of_library(value) else value for value in found]
     for space in spaces:  # of which some may be imported later
-        own = _within(names, vars(space), frozenset()) if _of_library(space) and space is not sys else []
+        own = _values_named(names, vars(space), frozenset()) if _of_library(space) and space is not sys else []
         spaces += [value for value in own if isinstance(value, _SPACES) and value not in spaces]
         found += [value for value in own if type(value) in _PLAIN or isinstance(value, _DATA)]
     return found
 
 
-def _within(names: Collection[str], scope: Mapping[str, Any], by_text: Set[str]) -> list[Any]:
+def _values_named(names: Collection[str], scope: Mapping[str, Any], by_text: Set[str]) -> list[Any]:
     """Values of these names; where some may be made as text, all but code."""
     if by_text.isdisjoint(names):
         return [scope[name] for name in names if name in scope]
@@ -305,7 +305,7 @@ def _bits(tensor: Tensor) -> int:
     return hash(flat.view(torch.uint8).cpu().numpy().tobytes())
 
 
-def _hides(kind: Any) -> bool:
+def _hides_state(kind: Any) -> bool:
     """True for classes of C or of libraries that define how their objects are copied."""
     own = [each for name in _COPYING if (each := getattr(kind, name, None)) is not getattr(object, name, None)]
     known = issubclass(kind, _SEEN) or str(kind.__module__).startswith(_UNWRITABLE)
@@ -316,7 +316,7 @@ _COPYING = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs__")
 _SEEN = (dict, list, tuple, set, frozenset, deque, functools.partial)
 
 
-def _memory(value: Any) -> Iterable[Any]:
+def _digest_of_memory(value: Any) -> Iterable[Any]:
     """Digest the memory of an object of C; without such memory, return the state that a copy of it needs."""
     array = hasattr(value, "dtype") and hasattr(value, "tobytes")
     if array and not value.dtype.hasobject:
@@ -339,7 +339,7 @@ def _copied(value: Any) -> Iterable[Any]:
     return found if isinstance(found, tuple) else (found,)
 
 
-_INSIDE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+_STATE_OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (weakref.ProxyTypes, lambda value: (value.__repr__.__self__,)),
     (Tensor, _of_tensor),
     (OrderedDict, lambda value: OrderedDict.keys(value)),
@@ -359,12 +359,12 @@ _INSIDE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
 
 def note_changed(loss_fn: object, before: tuple[object, ...], reason: str = "") -> None:
     """Mark a loss whose state has changed: it stays marked, since the state stays."""
-    if loss_fn in keeping or _walk(loss_fn).values == before:
+    if loss_fn in kept_by_loss or _walk(loss_fn).values == before:
         return
     after = _after_collection(loss_fn)
     if after.values != before:
         why = reason or "is called several times for a batch, so a counter would reveal the number of other rows"
-        keeping[loss_fn] = f"{why}, and what it keeps from call to call has changed: {_where(before, after)}"
+        kept_by_loss[loss_fn] = f"{why}, and what it keeps from call to call has changed: {_where(before, after)}"
 
 
 def _where(before: Sequence[Any], after: _Walk) -> str:

@@ -215,14 +215,14 @@ def until_backward() -> OpenPass | None:
 
 
 # Losses that have kept something; no result depends on it.
-keeping: MutableMapping[object, str] = WeakIdKeyDictionary()
+kept_by_loss: MutableMapping[object, str] = WeakIdKeyDictionary()
 
 
 def refuse_kept(loss_fn: object) -> None:
     """Refuse a loss that keeps something from call to call."""
-    if keeping and loss_fn in keeping:
+    if kept_by_loss and loss_fn in kept_by_loss:
         raise UnsupportedModel(
-            f"The loss {keeping[loss_fn]}. Samples of this step or of later ones would influence each other. Keep "
+            f"The loss {kept_by_loss[loss_fn]}. Samples of this step or of later ones would influence each other. Keep "
             "nothing from call to call: model.eval() for BatchNorm and spectral norm, torch's default generator for "
             "random numbers, tensors in place of Python numbers; or count in the training loop, and give the count as "
             "a column of the batch."
@@ -230,13 +230,13 @@ def refuse_kept(loss_fn: object) -> None:
 
 
 # Memory of rows of calls that have ended, which is still in use. Weak references; no result depends on them.
-earlier: dict[int, StorageWeakRef] = {}
+memory_of_earlier: dict[int, StorageWeakRef] = {}
 
 
 def forget_gone() -> None:
     """Drop records of memory that no object uses any more."""
-    for key in [key for key, reference in earlier.items() if reference.expired()]:
-        del earlier[key]
+    for key in [key for key, reference in memory_of_earlier.items() if reference.expired()]:
+        del memory_of_earlier[key]
 
 
 def refuse_earlier(
@@ -251,7 +251,7 @@ def refuse_earlier(
         if isinstance(value, (list, tuple)):
             found = refuse_earlier(value, {}, own) or found
         elif isinstance(value, Tensor):
-            if (is_dead(value) and _is_kept(value, own)) or (earlier and is_earlier(value)):
+            if (is_dead(value) and _is_kept(value, own)) or (memory_of_earlier and is_earlier(value)):
                 raise UnsupportedModel(
                     "The loss uses a tensor that it has kept from an earlier call: numbers of other rows would reach "
                     "this one. Compute each loss from nothing but its own row and the parameters."
@@ -268,7 +268,7 @@ def _is_kept(value: Tensor, own: Callable[[Tensor], bool] | None) -> bool:
 
 def is_earlier(tensor: Tensor) -> bool:
     """True for a plain tensor that was computed from a row of an earlier call."""
-    reference = earlier.get(memory_of(tensor))
+    reference = memory_of_earlier.get(memory_of(tensor))
     return reference is not None and not reference.expired()
 
 

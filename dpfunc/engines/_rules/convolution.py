@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._numerics import Costs, Measured, kernel, matrix, summed, to_accumulation_dtype
+from dpfunc.engines._numerics import Costs, Measured, kernel_cost, matrix_cost, sum_cost, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Outer, PerSampleGrad
 from dpfunc.engines._rules.table import REQUIRED, Bound, Form, Grads, ParameterUse, Rule, of_axes, shaped
 
@@ -52,7 +52,7 @@ class ConvolutionArgs:
         """Costs of one sample's gradient, whose result has so many positions, of all images."""
         moves = math.prod(self.stride)
         positions, cells = (size // moves, size) if self.transposed else (size, size * moves)
-        return kernel(positions, cells, moves, self.shape, self.groups)
+        return kernel_cost(positions, cells, moves, self.shape, self.groups)
 
     def weight_grad(self, g_NP: Tensor, x_NC: Tensor, copies: int = 1, memory: Tensor | None = None) -> Tensor:
         """torch's gradient of the weight, summed over N; with `copies` samples side by side on the channel axis."""
@@ -122,10 +122,10 @@ class Convolved:
             return Measured(to_accumulation_dtype(self.g_BmP.new_zeros(0)))
         size, numbers = self.g_BmP.shape[1] * math.prod(self.g_BmP.shape[3:]), math.prod(self.args.shape)
         if not self.args.costs(size).ghost_pays:
-            return numerics.one_after_another([own._formed_and_measured() for own in self._pieces(numbers)])
+            return numerics.concatenated([own._formed_and_measured() for own in self._pieces(numbers)])
         moves = math.prod(self.args.stride)
         numbers = self.args.groups * (-(-(size**2) // moves) if self.args.transposed else size**2 * moves)
-        return numerics.one_after_another([own._ghost() for own in self._pieces(numbers)])
+        return numerics.concatenated([own._ghost() for own in self._pieces(numbers)])
 
     def _ghost(self) -> Measured:
         """`sum_{t,u} (g_t . g_u)(x_t . x_u)` with the windows x_t.
@@ -199,9 +199,9 @@ def _args(use: ParameterUse) -> ConvolutionArgs:
 
 def _costs(use: ParameterUse) -> Costs:
     if "weight" not in use.shapes:
-        return summed(sum(math.prod(shape) for shape in use.shapes.values()))
+        return sum_cost(sum(math.prod(shape) for shape in use.shapes.values()))
     args, size = _args(use), use.output.numel() // max(1, use.num_samples * use.output[1])
-    return matrix(size, args.shape[0], math.prod(args.shape[1:])) if args.apart else args.costs(size)
+    return matrix_cost(size, args.shape[0], math.prod(args.shape[1:])) if args.apart else args.costs(size)
 
 
 def _per_axis(value: _Sizes, axes: int) -> tuple[int, ...]:

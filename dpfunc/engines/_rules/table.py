@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._numerics import BUDGET, Choice, Costs, matrix, summed, table, to_accumulation_dtype
+from dpfunc.engines._numerics import BUDGET, Choice, Costs, matrix_cost, sum_cost, table_cost, to_accumulation_dtype
 from dpfunc.engines._per_sample import Dense, Gather, Outer, PerSampleGrad
 
 Bound = dict[str, Any]
@@ -56,7 +56,7 @@ class ParameterUse:
     @cached_property
     def costs(self) -> Costs:
         numbers = sum(math.prod(shape) for shape in self.shapes.values())
-        return summed(numbers) if self.rule.costs is None else self.rule.costs(self)
+        return sum_cost(numbers) if self.rule.costs is None else self.rule.costs(self)
 
     @cached_property
     def choice(self) -> Choice:
@@ -178,7 +178,7 @@ def _costs(use: ParameterUse) -> Costs:
     """Costs of the matrix; the gradient of a bias is formed."""
     shape = max(use.shapes.values(), key=len)
     positions = use.output.numel() // max(1, use.num_samples * use.output[-1])
-    return matrix(positions, shape[0], shape[1:].numel()) if len(shape) > 1 else summed(shape.numel(), positions)
+    return matrix_cost(positions, shape[0], shape[1:].numel()) if len(shape) > 1 else sum_cost(shape.numel(), positions)
 
 
 def over_positions(values_BT: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ RULES: Sequence[Rule] = (
         _EMBEDDING,
         _embedding,
         {"weight": ("input",)},
-        lambda use: table(use.output.numel() // max(1, use.num_samples * use.output[-1]), *use.shapes["weight"]),
+        lambda use: table_cost(use.output.numel() // max(1, use.num_samples * use.output[-1]), *use.shapes["weight"]),
         Form(
             "input",
             lambda bound: (F.embedding(bound["input"], bound["weight"], bound["padding_idx"]), None),
