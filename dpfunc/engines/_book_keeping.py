@@ -132,7 +132,7 @@ def operation(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
     if form is None or bound is None or not owner.is_open() or not rule.covers(bound):
         return NotImplemented
     given = bound[form.input]
-    wanted = None if of_rows(given) is None else _made_plain(owner, rule, form.input, bound)
+    wanted = None if of_rows(given) is None else made_plain(owner, rule, form.input, bound)
     if wanted is None or not (wanted or given.requires_grad):
         return NotImplemented
     owner.expect([name for name, _ in wanted.values()])
@@ -147,7 +147,7 @@ def _turned_back(owner: Pass, func: Callable[..., Any], args: Sequence[Any]) -> 
     return (torch.matmul if func is F.linear else F.linear), (args[0], owner.turned[id(args[1])][1])
 
 
-def _made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, tuple[str, Tensor]] | None:
+def made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, tuple[str, Tensor]] | None:
     """Put plain tensors in place of all but the input; the parameters among them. None where one is of a row."""
     wanted: dict[str, tuple[str, Tensor]] = {}
     for name, value in bound.items():
@@ -221,21 +221,21 @@ _TURNING = (Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t, Tensor.trans
 
 
 class Tap(Node):
-    """A value below both levels, whose gradient goes to the rule of the operation that gave it."""
+    """A value whose gradient, with tensors that are kept for it, goes to the rule of the operation that gave it."""
 
     @staticmethod
-    def forward(value: Tensor, anchor: Tensor, credit: Callable[[Tensor], None]) -> Tensor:
-        return value
+    def forward(value: Tensor, anchor: Tensor, credit: Callable[..., None], *kept: Tensor) -> Tensor:
+        return value.detach()  # no view, which could not be written into
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        value, _, ctx.credit = inputs
-        ctx.mark_dirty(value)  # no view: steps of a layer are written into
+        _, _, ctx.credit, *kept = inputs
+        ctx.save_for_backward(*kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.credit(grad)
-        return grad, None, None
+        ctx.credit(grad, *ctx.saved_tensors)
+        return grad, None, None, *(None for _ in ctx.saved_tensors)
 
 
 def _of_samples(owner: Pass, value: Any) -> Tensor | None:
@@ -270,13 +270,13 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     use = rule.use(func.__name__, owner.levels.rows, {argument: known}, bound, shape)
     owner.expect((name,))
 
-    def credit(grad: Tensor) -> None:
+    def credit(grad: Tensor, *tensors: Tensor) -> None:
         owner.backward_node()
         grad_B = owner.levels.all_rows(grad)
         with OutsideTransforms(), torch.no_grad(), exact(value.device):
-            credit_use(owner, use, grad_B[:, 0], needed)
+            credit_use(owner, use, grad_B[:, 0], dict(zip(needed, tensors, strict=True)))
 
-    return apply_node(Tap, out, owner.anchor, credit)
+    return apply_node(Tap, out, owner.anchor, credit, *needed.values())
 
 
 WITH_PARAMETERS: Mapping[Any, Handler] = {

@@ -2,9 +2,9 @@
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
-A layer in one direction is one node: a walk through all steps, and a walk back that gives the gradients of all gates,
-so that a rule sees each matrix once. Packed sequences are those of one row, as long as it says.
-Axis letters: T steps, B samples, d features, H state, G gates times H, L layers times directions.
+A layer in one direction has two products, of its inputs and of its states. The gradients of all their steps go to the
+rule of a linear layer together, which so sees each matrix once. Packed sequences are those of one row, as long as it
+says. Axis letters: T steps, B samples, d features, H state, G gates times H, L layers times directions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,38 +15,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpfunc.engines._book_keeping import credit_use
+from dpfunc.engines._book_keeping import Tap, credit_use, made_plain
 from dpfunc.engines._composite import gru_step, relu_step, tanh_step
-from dpfunc.engines._levels import Handler, Node, OutsideTransforms, Pass, apply_node, inside, of_rows
+from dpfunc.engines._levels import Handler, Node, Pass, apply_node, of_rows
 from dpfunc.engines._native import ANCHOR, Kernel, Native, Results
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._reads import read
 from dpfunc.engines._rules import RULES
 
-
-class Weights(NamedTuple):
-    """Weights of one layer in one direction."""
-
-    inputs: Tensor
-    state: Tensor
-    inputs_bias: Tensor | None = None
-    state_bias: Tensor | None = None
+_LINEAR = RULES[F.linear]
 
 
-class _Walked(NamedTuple):
-    """The states of a layer and what its walk back needs; the last cell of an LSTM."""
+class Product(NamedTuple):
+    """A product `x W^T + b` in all steps of a layer; `wanted`: the parameters in it, by arguments of `F.linear`."""
 
-    states_TBH: Tensor
-    kept: tuple[Tensor, ...]
-    cell_BH: Tensor | None = None
+    owner: Pass
+    weight: Tensor
+    bias: Tensor | None
+    wanted: Mapping[str, tuple[str, Tensor]]
+
+    def credit(self, grad_TBG: Tensor, x_TBd: Tensor) -> None:
+        """Give the gradients of its parameters to their rule."""
+        if self.wanted:
+            given = {"input": x_TBd.detach()}
+            use = _LINEAR.use("linear", self.owner.levels.rows, self.wanted, given, grad_TBG.shape, axis=1)
+            with exact(grad_TBG.device):
+                credit_use(self.owner, use, grad_TBG, given)
 
 
-class _Gradients(NamedTuple):
-    """Results of a walk back: gradients of the shares of inputs and of states, if they differ, and of first states."""
-
-    inputs_TBG: Tensor
-    states_TBG: Tensor
-    firsts: Sequence[Tensor]
+_Products = tuple[Product, Product]
+"""Those of the inputs and of the states of a layer in one direction."""
 
 
 def _begin(first_B: Tensor, length: int) -> Tensor:
@@ -56,152 +54,96 @@ def _begin(first_B: Tensor, length: int) -> Tensor:
     return states_TB
 
 
-def _lstm(gates_TBG: Tensor, weights: Weights, h_BH: Tensor, c_BH: Tensor) -> _Walked:
-    """`c = f c + i g`, `h = o tanh(c)`, from the share of the inputs, which is overwritten with the gates."""
-    states_TBH, cells_TBH = _begin(h_BH, len(gates_TBG)), _begin(c_BH, len(gates_TBG))
-    tanh_TBH = torch.empty_like(cells_TBH[1:])
-    h, c, tanh, gates = (value.unbind(0) for value in (states_TBH, cells_TBH, tanh_TBH, gates_TBG))
-    i, f, g, o = (gate.unbind(0) for gate in gates_TBG.chunk(4, 2))
-    i_and_f, matrix = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0), weights.state.T
-    for t in range(len(gates)):
-        gates[t].addmm_(h[t], matrix)
-        i_and_f[t].sigmoid_()
-        o[t].sigmoid_()
-        torch.mul(i[t], g[t].tanh_(), out=c[t + 1]).addcmul_(f[t], c[t])
-        torch.mul(o[t], torch.tanh(c[t + 1], out=tanh[t]), out=h[t + 1])
-    return _Walked(states_TBH, (gates_TBG, cells_TBH, tanh_TBH), c[-1])
+class _Lstm(Node):
+    """An LSTM from the share of the inputs: outputs (T, B, H), and the last cell (B, H).
+
+    Its walk back gives the gradients of all gates, by fewer operations than the graph of torch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, state: Product, gates_TBG: Tensor, h_BH: Tensor, c_BH: Tensor) -> tuple[Tensor, Tensor]:
+        """`c = f c + i g`, `h = o tanh(c)`. The share of the inputs is overwritten with the gates."""
+        states_TBH, cells_TBH = _begin(h_BH, len(gates_TBG)), _begin(c_BH, len(gates_TBG))
+        tanh_TBH = torch.empty_like(cells_TBH[1:])
+        h, c, tanh, gates = (value.unbind(0) for value in (states_TBH, cells_TBH, tanh_TBH, gates_TBG))
+        i, f, g, o = (gate.unbind(0) for gate in gates_TBG.chunk(4, 2))
+        i_and_f, weight = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0), state.weight.to(gates_TBG.dtype)
+        turned = weight.T
+        for t in range(len(gates)):
+            gates[t].addmm_(h[t], turned)
+            i_and_f[t].sigmoid_()
+            o[t].sigmoid_()
+            torch.mul(i[t], g[t].tanh_(), out=c[t + 1]).addcmul_(f[t], c[t])
+            torch.mul(o[t], torch.tanh(c[t + 1], out=tanh[t]), out=h[t + 1])
+        ctx.state = state
+        ctx.save_for_backward(weight, states_TBH, gates_TBG, cells_TBH, tanh_TBH)
+        return states_TBH[1:].clone(), c[-1].clone()  # the loss may write into them
+
+    @staticmethod
+    def backward(ctx: Any, grad_TBH: Tensor, grad_BH: Tensor) -> Any:
+        weight, states_TBH, gates_TBG, cells_TBH, tanh_TBH = ctx.saved_tensors
+        i, f, g, o = gates_TBG.chunk(4, 2)
+        shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
+        shares_TB4H[:, :, 0].mul_(g)
+        shares_TB4H[:, :, 1].mul_(cells_TBH[:-1])
+        torch.addcmul(i, i, g * g, value=-1, out=shares_TB4H[:, :, 2])
+        shares_TB4H[:, :, 3].mul_(tanh_TBH)
+        to_cell_TBH = torch.addcmul(o, o * tanh_TBH, tanh_TBH, value=-1)
+        shares_TBG = shares_TB4H.flatten(2)
+        grads, keeps, to_cells, gates = (value.unbind(0) for value in (grad_TBH, f, to_cell_TBH, shares_TBG))
+        of_cells, of_outputs = shares_TB4H[:, :, :3].unbind(0), shares_TB4H[:, :, 3].unbind(0)
+        dh_BH, dc_BH = torch.zeros_like(grads[0]), grad_BH
+        for t in reversed(range(len(grads))):
+            dh_BH = dh_BH + grads[t]
+            dc_BH = torch.addcmul(dc_BH, dh_BH, to_cells[t])
+            of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
+            of_outputs[t].mul_(dh_BH)
+            dh_BH = gates[t] @ weight
+            dc_BH = dc_BH * keeps[t]
+        ctx.state.credit(shares_TBG, states_TBH[:-1])
+        return None, shares_TBG, dh_BH, dc_BH
 
 
-def _lstm_back(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor, grad_BH: Tensor) -> _Gradients:
-    _, gates_TBG, cells_TBH, tanh_TBH = walked
-    i, f, g, o = gates_TBG.chunk(4, 2)
-    shares_TB4H = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1).unflatten(2, (4, -1))
-    shares_TB4H[:, :, 0].mul_(g)
-    shares_TB4H[:, :, 1].mul_(cells_TBH[:-1])
-    torch.addcmul(i, i, g * g, value=-1, out=shares_TB4H[:, :, 2])
-    shares_TB4H[:, :, 3].mul_(tanh_TBH)
-    to_cell_TBH = torch.addcmul(o, o * tanh_TBH, tanh_TBH, value=-1)
-    shares_TBG = shares_TB4H.flatten(2)
-    grads, keeps, to_cells, gates = (value.unbind(0) for value in (grad_TBH, f, to_cell_TBH, shares_TBG))
-    of_cells, of_outputs = shares_TB4H[:, :, :3].unbind(0), shares_TB4H[:, :, 3].unbind(0)
-    dh_BH, dc_BH = torch.zeros_like(grads[0]), grad_BH
-    for t in reversed(range(len(grads))):
-        dh_BH = dh_BH + grads[t]
-        dc_BH = torch.addcmul(dc_BH, dh_BH, to_cells[t])
-        of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
-        of_outputs[t].mul_(dh_BH)
-        dh_BH = gates[t] @ weights.state
-        dc_BH = dc_BH * keeps[t]
-    return _Gradients(shares_TBG, shares_TBG, (dh_BH, dc_BH))
+def _lstm(state: Product, gates_TBG: Tensor, *firsts: Tensor) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = apply_node(_Lstm, state, gates_TBG, *firsts)
+    return found
 
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The state after a step, from the shares of the input and of the state, and the state before."""
 
 
-def _by_steps(step: Step, gates_TBG: Tensor, weights: Weights, first_BH: Tensor) -> _Walked:
-    """A layer step by step, with a graph of torch for the walk back."""
-    with torch.enable_grad():
-        shares_TBG, state = gates_TBG.detach().requires_grad_(), first_BH.detach().requires_grad_()
-        own, states = list[Tensor](), [state]
-        for share in shares_TBG.unbind(0):
-            own.append(F.linear(states[-1], weights.state, weights.state_bias))
-            states.append(step(share, own[-1], states[-1]))
-    return _Walked(torch.stack(states).detach(), (shares_TBG, *states, *own))
+def _by_steps(step: Step, state: Product, gates_TBG: Tensor, first_BH: Tensor) -> tuple[Tensor, ...]:
+    """A layer step by step, with the graph of torch. The bias stands for the product, whose gradients are its own."""
+    bias = gates_TBG.new_zeros(()) if state.bias is None else state.bias.to(gates_TBG.dtype)
+    states, before = [first_BH.clone()], list[Tensor]()  # the loss may write into the first one
+    turned = state.weight.to(gates_TBG.dtype).T
+    bias_TBG = apply_node(
+        Tap, bias.expand(gates_TBG.shape), ANCHOR, lambda grad_TBG: state.credit(grad_TBG, torch.stack(before))
+    )
+    for share_BG, bias_BG in zip(gates_TBG.unbind(0), bias_TBG.unbind(0), strict=True):
+        before.append(states[-1].detach())
+        states.append(step(share_BG, torch.addmm(bias_BG, states[-1], turned), states[-1]))
+    return (torch.stack(states[1:]),)
 
 
-def _by_graph(walked: Sequence[Tensor], weights: Weights, grad_TBH: Tensor) -> _Gradients:
-    length = len(grad_TBH)
-    shares_TBG, first, *after = walked[1:]
-    states, own = after[:length], after[length:]
-    of_shares, of_first, *of_own = torch.autograd.grad(states, (shares_TBG, first, *own), grad_TBH.unbind(0))
-    return _Gradients(of_shares, torch.stack(of_own), (of_first,))
-
-
-class Kind(NamedTuple):
-    """A kind of recurrent layer: the walk through time, and the walk back; and whether its biases add up."""
-
-    walk: Callable[..., _Walked]
-    back: Callable[..., _Gradients] = _by_graph
-    adds: bool = False
-
-
-KINDS: Mapping[Callable[..., Any], Kind] = {
-    torch.lstm: Kind(_lstm, _lstm_back, adds=True),
-    torch.gru: Kind(partial(_by_steps, gru_step)),
-    torch.rnn_tanh: Kind(partial(_by_steps, tanh_step)),
-    torch.rnn_relu: Kind(partial(_by_steps, relu_step)),
+KINDS: Mapping[Callable[..., Any], Callable[..., tuple[Tensor, ...]]] = {
+    torch.lstm: _lstm,
+    torch.gru: partial(_by_steps, gru_step),
+    torch.rnn_tanh: partial(_by_steps, tanh_step),
+    torch.rnn_relu: partial(_by_steps, relu_step),
 }
+"""The steps of a layer in one direction, from the product of its states, the share of its inputs, and first states."""
 
 
-_LINEAR = RULES[F.linear]
-Credit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-"""Function of the input, weight and bias of a product `x W^T + b`, and the gradient of its result (T, B, ...)."""
-
-
-class _Direction(Node):
-    """A layer in one direction: outputs (T, B, H) and, for an LSTM, the last cell (B, H)."""
-
-    @staticmethod
-    def forward(
-        kind: Kind, weights: Weights, credit: Credit, kept: list[Tensor | None], anchor: Tensor, x_TBd: Tensor,
-        *firsts: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        bias, further = weights.inputs_bias, weights.state_bias if kind.adds else None
-        bias = bias if bias is None or further is None else bias + further
-        with torch._C.DisableTorchFunction():
-            gates_TBG = F.linear(x_TBd, weights.inputs, bias)
-            own = _like(weights, gates_TBG.dtype)
-            with torch.autocast(x_TBd.device.type, enabled=False):
-                walked = kind.walk(gates_TBG, own, *(first.to(gates_TBG.dtype) for first in firsts))
-        kept += (x_TBd, walked.states_TBH, *walked.kept)
-        results = (walked.states_TBH[1:], walked.cell_BH)
-        return tuple(result.clone() for result in results if result is not None)  # the loss may write into them
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *ctx.around, kept = inputs[:4]
-        ctx.save_for_backward(*kept)
-        kept.clear()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Walk back through time; modes are off, since they would take longer than the operations."""
-        (kind, weights, credit), (x_TBd, *walked) = ctx.around, ctx.saved_tensors
-        with torch._C.DisableTorchFunction(), torch.autocast(x_TBd.device.type, enabled=False):
-            own = _like(weights, grads[0].dtype)
-            found = kind.back(walked, own, *grads)
-            credit(x_TBd, weights.inputs, weights.inputs_bias, found.inputs_TBG)
-            credit(walked[0][:-1], weights.state, weights.state_bias, found.states_TBG)
-            x_grad = (found.inputs_TBG @ own.inputs).to(x_TBd.dtype) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, None, x_grad, *found.firsts
-
-
-def _like(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The weights in the dtype of the gates: under autocast another than theirs."""
-    return Weights._make(None if value is None else value.to(dtype) for value in weights)
-
-
-def layers(
-    kind: Kind, credit: Credit, x_TBd: Tensor, states: Sequence[Tensor], params: Sequence[Tensor],
-    has_biases: bool, num_layers: int, bidirectional: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """A recurrent function of torch on (T, B, d): outputs (T, B, H), then the last states (L, B, H)."""
-    directions = 2 if bidirectional else 1
-    each, no_biases = len(params) // (num_layers * directions), () if has_biases else (None, None)
-    lasts = []
-    for layer in range(num_layers):
-        outputs = []
-        for place in range(layer * directions, (layer + 1) * directions):
-            own, turned = params[place * each : (place + 1) * each], place % directions
-            weights, firsts = Weights(*own[:2], *no_biases, *own[2:]), (state[place] for state in states)
-            out, *cell = apply_node(
-                _Direction, kind, weights, credit, [], ANCHOR, x_TBd.flip(0) if turned else x_TBd, *firsts
-            )
-            lasts.append((out[-1], *cell))
-            outputs.append(out.flip(0) if turned else out)
-        x_TBd = torch.cat(outputs, 2) if bidirectional else outputs[0]
-    return (x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
+def _direction(func: Any, inputs: Product, state: Product, x_TBd: Tensor, firsts: Sequence[Tensor]) -> Results:
+    """Outputs (T, B, H) of a layer in one direction; and, for an LSTM, the last cell (B, H)."""
+    bias = inputs.bias
+    if func is torch.lstm and bias is not None and state.bias is not None:
+        bias = bias + state.bias
+    gates_TBG = apply_node(Tap, F.linear(x_TBd, inputs.weight, bias), ANCHOR, inputs.credit, x_TBd)
+    with torch.autocast(x_TBd.device.type, enabled=False):
+        return KINDS[func](state, gates_TBG, *(first.to(gates_TBG.dtype) for first in firsts))
 
 
 NAMES = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
@@ -261,44 +203,40 @@ def layer_by_layer(func: Callable[..., Any], bound: Mapping[str, Any]) -> tuple[
     return (x, *(torch.cat(last) for last in zip(*lasts, strict=True)))
 
 
-def _crediting(owner: Pass, names: Mapping[int, str]) -> Credit:
-    """Gives the gradients of plain parameters, whose names are known by their id, to their rules."""
-
-    def credit(x_TBd: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> None:
-        bound = {"input": x_TBd, "weight": weight, "bias": bias}
-        trained = {name: value for name, value in bound.items() if value is not None and id(value) in names}
-        wanted = {name: (names[id(value)], value) for name, value in trained.items()}
-        if wanted:
-            use = _LINEAR.use("linear", owner.levels.rows, wanted, bound, grad.shape, axis=1)
-            with exact(grad.device):
-                credit_use(owner, use, grad, {"input": x_TBd.detach()})
-
-    return credit
+def _layers(
+    func: Any, products: Sequence[_Products], x_TBd: Tensor, firsts: Sequence[Sequence[Tensor]], bidirectional: bool
+) -> Results:
+    """All layers, one after the other: outputs (T, B, H), then the last states (L, B, H)."""
+    lasts, outputs = [], list[Tensor]()
+    for place, own in enumerate(products):
+        turned = bidirectional and place % 2
+        x = x_TBd.flip(0) if turned else x_TBd
+        out, *cell = _direction(func, *own, x, [first[place] for first in firsts])
+        lasts.append((out[-1], *cell))
+        outputs.append(out.flip(0) if turned else out)
+        if turned or not bidirectional:
+            x_TBd = torch.cat(outputs, 2) if bidirectional else out
+            outputs.clear()
+    return (x_TBd, *(torch.stack(last) for last in zip(*lasts, strict=True)))
 
 
 def _walked(owner: Pass, func: Callable[..., Any], bound: Mapping[str, Any]) -> Any:
-    """A recurrent layer of a row by its walks below both levels; NotImplemented where vmap and grad are to do it."""
+    """One layer of a row by its steps below both levels; NotImplemented where vmap and grad are to do it."""
     axis = 0 if bound["batch_first"] else 1
     states = [bound["hx"]] if isinstance(bound["hx"], Tensor) else list(bound["hx"])
-    if not owner.is_open() or not _is_walked(bound, axis, states):
+    products = _products(owner, bound) if owner.is_open() and _is_walked(bound, axis, states) else None
+    if products is None:
         return NotImplemented
-    found = _plain_weights(owner, bound["params"])
-    if found is None:
-        return NotImplemented
-    (plain, credited), given = found, bound["input"]
-    states = [_of_row(owner, state) for state in states]
-    options = (bound["has_biases"], bound["num_layers"], bound["bidirectional"])
 
     def call(x_B: Tensor, *states_B: Tensor) -> Results:
-        x = x_B.squeeze(1 + axis)  # (B, T, d)
-        first = [state_B.squeeze(2).transpose(0, 1) for state_B in states_B]  # (L, B, H)
-        owner.expect(credited.values())
-        out, *lasts = layers(KINDS[func], _crediting(owner, credited), x.transpose(0, 1), first, plain, *options)
-        out = out.transpose(0, 1)
-        return (out.unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
+        owner.expect(name for own in products for product in own for name, _ in product.wanted.values())
+        firsts = [state_B.squeeze(2).unbind(1) for state_B in states_B]
+        with torch._C.DisableTorchFunction():  # modes would take longer than the operations
+            out, *lasts = _layers(func, products, x_B.squeeze(1 + axis).transpose(0, 1), firsts, bound["bidirectional"])
+        return (out.transpose(0, 1).unsqueeze(1 + axis), *(last.transpose(0, 1).unsqueeze(2) for last in lasts))
 
-    wanted = [value.requires_grad for value in (given, *states)]
-    return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, given, *states)
+    wanted = [value.requires_grad for value in (bound["input"], *states)]
+    return apply_node(Native, Kernel(owner, call, wanted), owner.anchor, bound["input"], *states)
 
 
 def _is_walked(bound: Mapping[str, Any], axis: int, states: Sequence[Tensor]) -> bool:
@@ -316,29 +254,19 @@ def _is_walked(bound: Mapping[str, Any], axis: int, states: Sequence[Tensor]) ->
     )
 
 
-def _plain_weights(owner: Pass, params: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, str]] | None:
-    """Plain weights, and the names of parameters among them by their id; None where other weights are of a row."""
-    plain: list[Tensor] = []
-    credited: dict[int, str] = {}
-    for value in params:
-        known = owner.plain(value)
-        if known is not None:
-            plain.append(known[1].detach())
-            credited[id(plain[-1])] = known[0]
-        elif value.requires_grad or of_rows(value) is not None:
-            return None
-        else:
-            plain.append(inside(value))
-    return plain, credited
-
-
-def _of_row(owner: Pass, state: Tensor) -> Tensor:
-    """A state of a row: those that are the same for all rows, trained ones among them, get an axis of rows."""
-    if of_rows(state) is not None:
-        return state
-    with OutsideTransforms():
-        zeros_B = inside(state).new_zeros(owner.levels.rows, 1)
-    return state + owner.levels.row(zeros_B)
+def _products(owner: Pass, bound: Mapping[str, Any]) -> list[_Products] | None:
+    """The products of inputs and of states, direction by direction; None where weights are of a row."""
+    found, each = list[Product](), 4 if bound["has_biases"] else 2
+    for place in range(0, len(bound["params"]), each):
+        inputs, state, *biases = bound["params"][place : place + each]
+        for weight, bias in zip((inputs, state), biases or (None, None), strict=True):
+            plain = {"weight": weight, "bias": bias}
+            wanted = made_plain(owner, _LINEAR, "input", plain)
+            if wanted is None:
+                return None
+            own = {name: value.detach() for name, value in plain.items() if value is not None}
+            found.append(Product(owner, own["weight"], own.get("bias"), wanted))
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _recurrent(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -242,6 +242,30 @@ def test_matrices_go_to_their_rule(name, packed, options):
     assert ways == {"vmap(grad)" if "proj_size" in own else "linear"}
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_loss_may_write_into_states_and_results(layer):
+    """Of the values that it gave and got, none is needed in the backward pass."""
+    forward, params = functionalize(made(layer, {"batch_first": True}).layer)
+
+    def loss_with(given):
+        def loss_fn(params, x):
+            first = (x * params["scale"]).mean((1, 2)).expand(1, 1, H) * torch.ones(H, dtype=x.dtype)
+            states = (given(first), given(first)) if layer is nn.LSTM else given(first)
+            output, last = forward({name: value for name, value in params.items() if name != "scale"}, x, states)
+            last = last[0] if layer is nn.LSTM else last
+            first.mul_(3)
+            return (output.mul_(2).square().sum() + last.add_(1).sum() + first.sum()).reshape(1)
+
+        return loss_fn
+
+    x = torch.randn(3, LENGTH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    params = {**params, "scale": torch.ones(D, dtype=torch.float64)}
+    engine, loss_fn = engines.auto(), loss_with(lambda first: first)
+    truth = truth_of(Case(loss_with(torch.clone), params, x))
+    agrees(engine, Case(loss_fn, params, x), truth)
+    assert engine.decision(loss_fn).reason == "all rows together"
+
+
 @fast
 def test_gradient_checkpointing(engine):
     forward, params = functionalize(made(nn.LSTM, {"batch_first": True}))
