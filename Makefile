@@ -1,5 +1,6 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
+# make test COVERAGE=1   the same, and which lines of dpfunc run; takes a third longer; CI runs this
 # make docs   the site, in build/site, looked at in a browser (chromium, chromium-driver); CI builds it too
 # make bench  every benchmark in one go, and each target beside what was measured: about two hours on two cores
 # make survey   which engine takes each model family
@@ -64,14 +65,14 @@ downloads: $(VENV)/dev .cache/dp_accounting/installed
 # Files begin in the order of tests/conftest.py.
 PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Lines of dpfunc that the tests run in their own processes; those of the programs that they start are not seen.
-COVERAGE := -m slipcover --source dpfunc --json --out build/coverage.json
+MEASURED := -m slipcover --source dpfunc --json --out build/coverage.json
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
 
 test: check downloads
 	@mkdir -p build
-	$(PYTHON_TESTS) $(COVERAGE) $(PYTEST) -m "not slow" $(ARGS)
-	@$(BIN)/python -m slipcover --merge build/coverage.json --out build/coverage.json \
-		--fail-under $(if $(ARGS),0,92) >build/coverage.txt; result=$$?; tail -n 1 build/coverage.txt; exit $$result
+	$(PYTHON_TESTS) $(if $(COVERAGE),$(MEASURED)) $(PYTEST) -m "not slow" $(ARGS)
+	@$(if $(COVERAGE),$(BIN)/python -m slipcover --merge build/coverage.json --out build/coverage.json \
+		--fail-under $(if $(ARGS),0,92) >build/coverage.txt; result=$$?; tail -n 1 build/coverage.txt; exit $$result)
 
 # only files with slow tests: to collect the others takes as long as several of these tests
 test-slow: $(VENV)/vision downloads
