@@ -198,6 +198,7 @@ def rows_alone(
 ) -> PerSample:
     """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
     refuse_kept(loss_fn)
+    checks.forget_gone()
     num_samples = batch_size(batch)
     recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
     parts = {name: local(param.detach()) for name, param in params.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc.batches import tree_leaves
-from dpfunc.engines._guards.loss import forget_gone, memory_of, memory_of_earlier, plain_memory
+from dpfunc.engines._guards.loss import memory_of, memory_of_earlier, plain_memory
 
 WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__")
 
@@ -62,5 +62,4 @@ class RowMemory:
 
     def end(self) -> None:
         """Record the memory that is still in use: a later call must not use it."""
-        forget_gone()
         memory_of_earlier.update({key: reference for key, reference in self._own.items() if not reference.expired()})
