@@ -243,6 +243,11 @@ def _row(
     """The texts of a row in the columns; lists, other values and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
+    refuse(
+        (unit is not None and unit not in row,
+         f"Expected a person in the column {unit!r} {where}, got a row without that column. Name in data.unit_column "
+         "the one that says whose record a row is; or leave the row out, or give it a name of its own."),
+    )  # fmt: skip
     may_lack = {*any_value, *row}
     empty = {column for column in (*optional, unit) if column in may_lack and _is_missing(row.get(column))}
     values = {

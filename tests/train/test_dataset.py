@@ -479,7 +479,8 @@ def test_one_person_more_changes_nothing_of_the_others(tmp_path_factory, table, 
 
 NOBODY = "Expected a person in the column 'author' in row 2"
 NOBODYS = {  # the value of one row -> message
-    "missing": ({}, "Expected a text in the column 'author' in row 2"),
+    "missing": ({}, f"{NOBODY} of mails.jsonl, got a row without that column. Name in data.unit_column"),
+    "missing in a chat": ({"messages": [{"role": "user", "content": "secret"}]}, f"{NOBODY} of mails.jsonl, got a row"),
     "null": ({"author": None}, NOBODY),
     "a list": ({"author": ["secret"]}, "Expected a text in the column 'author' in row 2"),
     "spaces around": ({"author": "secret "}, "Expected a person without spaces around"),
