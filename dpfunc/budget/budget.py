@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # a budget is shown without torch
 KEPT = Path("checkpoint-key", "key.json")  # of a run that has reserved, until it saves a step
 _PLACE_FILE = "privacy_budget.json"
 _NOTHING = "Nothing was reserved."
+_CLOSED = "A search has reserved all that was left"
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,39 @@ class Budget:
             return found
         account, cost = found
         if account.closed or isinstance(planned, Guarantee):
-            why = "A search has reserved all that was left" if account.closed else "Lower the epsilon of the search"
-            raise BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
+            raise _no_room(run, _CLOSED if account.closed else "Lower the epsilon of the search")
+        raise self._above(account, planned, ledger, cost)
+
+    def check(self, planned: Plan | Ledger, *, unit: str) -> None:
+        """Check that `reserve` has room for a run, as far as it follows from its plan. Nothing is written.
+
+        Args:
+            planned, unit: see `reserve`.
+
+        Raises:
+            BudgetExhausted, InvalidArgument, LedgerConflict: as `reserve`, which also compares keys.
+        """
+        account, (run, _) = self.account(), self._names()
+        ledger = planned if isinstance(planned, Ledger) else planned.ledger()
+        self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
+        if run in account.entries:  # it goes on, or `reserve` says that it is another one
+            return
+        if account.closed:
+            raise _no_room(run, _CLOSED)
+        cost = account.ledger().compose(ledger).epsilon(account.facts.delta).epsilon
+        if cost > account.facts.epsilon:
+            raise self._above(account, planned, ledger, cost)
+
+    def _above(self, account: Account, planned: Plan | Ledger, ledger: Ledger, cost: float) -> BudgetExhausted:
+        """The error of a run with which all runs cost more than the budget."""
+        run, _ = self._names()
         others, facts = account.ledger(without=run), account.facts
         limit = getattr(planned, "num_steps", ledger.num_steps)  # of a plan: one event may be that of many steps
         steps = affordable_steps(
             lambda count: others.compose(_first(planned, count)),
             epsilon=facts.epsilon, delta=facts.delta, limit=limit,
         )  # fmt: skip
-        raise BudgetExhausted(
+        return BudgetExhausted(
             f"Expected a run within the budget of the data set, epsilon={facts.epsilon:g} at delta={facts.delta:g}, "
             f"got run={run!r}, with which all runs cost {cost:.4g}. {steps} of its {limit} steps would fit "
             f"beside the {others.num_steps} that are charged; Plan.for_budget(budget=...) finds the noise for all. "
@@ -243,6 +268,10 @@ class Budget:
             raise LedgerConflict(
                 f"Expected adjacency {facts.adjacency!r}, as the budget has, got {ledger.adjacency!r}. {_NOTHING}"
             )
+
+
+def _no_room(run: str, why: str) -> BudgetExhausted:
+    return BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
 
 
 def _store() -> Any:

@@ -228,7 +228,7 @@ def rehearse(prepared: Prepared) -> None:
     """Look at every record, evaluate, save and read back as the run will, in a folder that is removed."""
     with TemporaryDirectory() as folder:
         quiet = replace(prepared.job, output_dir=folder, training=replace(prepared.job.training, report_to=None))
-        trainer = make_trainer(replace(prepared, job=quiet, budget=None), None)
+        trainer = make_trainer(replace(prepared, job=quiet), None)
         if prepared.plan is not None:
             trainer.rehearse()
     rehearse_saving(prepared.job, prepared.model, prepared.processing)

@@ -110,6 +110,30 @@ def test_train_reserves_and_settles(job):
     assert "data.budget and data.budget_run together" in alone.output
 
 
+REFUSED = {  # facts of the budget, flags -> message
+    "another unit": (
+        {"unit": "one person"},
+        [],
+        "unit to be one of 'one person', got unit='one record of the training",
+    ),
+    "another spender": ({"spenders": ["ben"]}, [], "spender to be one of 'ben', got spender='ana'"),
+    "another delta": ({"delta": 1e-4}, [], "delta to be one of '0.0001', got dp_delta='0.001'"),
+    "more than is left": ({"epsilon": 2.0}, ["--dp_epsilon", "9"], "of its 4 steps would fit"),
+}
+
+
+@pytest.mark.parametrize(("facts", "flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_dry_run_asks_the_budget(job, facts, flags, message):
+    """What it refuses before the first step of training it refuses here; nothing is reserved."""
+    other = Budget("other.db").create(**{**FACTS, **facts})
+    names = ["--budget", "other.db", *NAMES[2:], *flags]
+    for mode in (["--dry-run"], []):
+        assert not Path("run").exists()
+        result = train(*names, *mode)
+        assert (result.exit_code, message in " ".join(result.output.split())) == (1, True), result.output
+    assert other.account().number == 0
+
+
 def test_an_interrupted_command_goes_on(job, monkeypatch):
     from text_job import at_events, interrupt_at
 

@@ -288,7 +288,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         Every record is collated, and its token ids, length and label are held against the model; the gradient of the
         first records is computed and dropped; a few records are evaluated, with metrics; the optimizer steps with
         made-up gradients, and the schedule to its end; the weights are saved, into a folder that is removed, and read
-        back. `train` does the same before its first step, and `dp_dry_run` in its place.
+        back; a budget is asked if it has room. `train` does the same before its first step, and `dp_dry_run` in its
+        place.
 
         Args:
             callbacks: tell copies of your callbacks of a step, an evaluation and a save; what they do outside of
@@ -307,10 +308,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             test_what_is_not_saved_is_found_before_the_first_step.
         """
         self._refuse()
+        limit = max(1, self.plan.step_limit(self._spent_before))
+        if self._budget is not None:
+            whole = replace(self.plan, num_steps=limit, spent=self._earlier)
+            distributed.once(self._ranks, partial(self._budget.check, whole, unit=self._unit))
         self._warn(self._check_data())
         if self._division is None:
             rehearse_gradients(self)
-            rehearse_after_gradients(self, max(1, self.plan.step_limit(self._spent_before)), callbacks=callbacks)
+            rehearse_after_gradients(self, limit, callbacks=callbacks)
 
     def _refuse(self) -> None:
         """Refuse a model, an optimizer and callbacks with which a run would end, or train something else."""
