@@ -31,13 +31,14 @@ def lattice_epsilon(base: aims.Sampled, aim: aims.Aim, delta: float) -> float:
     return losses.epsilon_at(law.loss, law.mass, left) if left > delta / 2 else math.inf
 
 
-def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float) -> Atoms:
+def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float, most: int = _MOST) -> Atoms:
     """Positive losses of all steps together that dominate theirs, in order, without infinite ones of given laws.
 
     All of the mass is infinite where the lattice would be too large.
 
     Args:
         base, aim: see `_tilted_aim`. delta: about that at the epsilon of the aim. error: relative to epsilon.
+        most: points.
     """
     from scipy.fft import irfft, next_fast_len, rfft
 
@@ -48,7 +49,7 @@ def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float) -
     width = min(width, length / _FEWEST)
     kinds = _continuous(base, delta)
     points = sum(float(np.ptp(losses.loss_of(q, s, ends, base.direction))) for q, s, ends, _ in kinds) / width
-    if max(points, length / width) > _MOST or max(t * aim.epsilon, length) > _LARGEST_EXPONENT:
+    if max(points, length / width) > most or max(t * aim.epsilon, length) > _LARGEST_EXPONENT:
         return _UNKNOWN
     parts = [(_cells(q, s, ends, width, base.direction), steps) for q, s, ends, steps in kinds]
     parts += [(_apart(law, width), float(steps)) for steps, law in base.fixed]

@@ -32,7 +32,17 @@ from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._lattice import lattice_epsilon, lattice_law
-from dpfunc.accounting._losses import ULP, Array, Atoms, Direction, Fixed, Kind, Law, TiltedUnavailable
+from dpfunc.accounting._losses import (
+    ULP,
+    Array,
+    Atoms,
+    Direction,
+    Fixed,
+    Kind,
+    Law,
+    TiltedUnavailable,
+    delta_curve,
+)
 from dpfunc.accounting._search import falling_root
 
 LEAST_DELTA = 1e-200
@@ -45,7 +55,9 @@ _LARGEST_EPSILON = 700.0
 _NONE: Mapping[Direction, Sequence[Fixed]] = {}
 _SMOOTH_ERROR = 1e-5  # relative to epsilon
 _MAX_FREQUENCIES = 2**18
-_CURVE_ERROR = 2e-6  # relative to epsilon
+_CURVE_ERROR, _CURVE_POINTS = 2e-6, 2**19  # of a lattice; the error is relative to epsilon
+_CURVE_FINE = 0.1  # of a line of integration, as in _FINE
+_TINY = 1e-12  # smaller deltas are those of a line
 
 
 class _Bound(NamedTuple):
@@ -164,14 +176,31 @@ def one_direction(
     return _Bound(best, renyi)
 
 
-def law_near(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed]) -> Atoms:
-    """Losses of all steps that dominate theirs, hardly above them for deltas from the given one on; `lattice_law`."""
+def curve_near(
+    kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed], at: float | None = None
+) -> Callable[[float], float]:
+    """Delta of all steps as a function of epsilon >= 0: a bound, hardly above it for deltas from the given one on.
+
+    Infinite losses of given laws are not counted. It is that of a law on a lattice; or, where a lattice would be too
+    large or deltas are tiny, of one line of integration, which is chosen for the epsilon `at` if that is known.
+    """
     kinds, log_delta = _within_domain(kinds, delta), math.log(delta)
     few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
     about, t = aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)
-    t = min(t, (1 - 2 * log_delta) / about)  # a steeper one makes the rounding of smaller losses large
-    aim = aims.make_aim(few, about, t, t, log_delta)
-    return lattice_law(aims.sampled_losses(kinds, direction, delta, 0, fixed), aim, delta, _CURVE_ERROR)
+    base = aims.sampled_losses(kinds, direction, delta, 0, fixed)
+    if delta >= _TINY:
+        gentle = min(t, (1 - 2 * log_delta) / about)  # a steeper one makes the rounding of smaller losses large
+        aim = aims.make_aim(few, about, gentle, gentle, log_delta)
+        law = lattice_law(base, aim, delta, _CURVE_ERROR, _CURVE_POINTS)
+        if len(law.mass):
+            return delta_curve(law)
+    if at is not None:
+        about = at
+        t = aims.saddle(few, at)
+    aim = aims.make_aim(few, about, t, t, log_delta, _CURVE_FINE)
+    aim = replace(aim, period=2 * aim.period)  # for smaller epsilons, too
+    log_bound, infinite = log_delta_of(discrete_laws(base, aim), base, aim, delta)
+    return lambda epsilon: infinite + math.exp(min(log_bound(epsilon), 0.0))
 
 
 def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
@@ -189,18 +218,31 @@ def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
 
 def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, floor: float) -> tuple[float, float]:
     """The least epsilon, up to 1e-9, at which the bound on delta is at most `delta`, or `floor`: (epsilon, slope)."""
+    log_bound, infinite = log_delta_of(laws, base, aim, delta)
+    target = math.log(delta - infinite) - 2 * ULP
+    found = _least_epsilon(log_bound, target, aim.epsilon, aim.tilt, floor)
+    step = 1e-3 * found
+    return found, (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else aim.tilt
+
+
+def log_delta_of(
+    laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float
+) -> tuple[Callable[[float], float], float]:
+    """The logarithm of a bound on delta of the finite losses, as a function of epsilon; and the mass of infinite ones.
+
+    `delta` is about that at the epsilon of the aim: what is far below it is dropped.
+    """
     infinite = sum(law.steps * law.infinite for law in laws) * (1 + 1e-9)
     if not infinite < delta / 2:
         raise TiltedUnavailable(f"The tails hold {infinite:g}, which matters at delta={delta:g}. Use method 'rdp'.")
-    t, target = aim.tilt, math.log(delta - infinite) - 2 * ULP
-    spacing = 2 * math.pi / aim.period
+    t, spacing = aim.tilt, 2 * math.pi / aim.period
     # the mu^2 of a Gaussian costs about mu^2 (1 + slope) / 2: none is added where there is enough
     added = max(2 * _SMOOTH_ERROR * aim.fine * aim.scale / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
     gaussian = base.gaussian + (added if base.gaussian < added else 0.0)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)
     # what may be dropped, relative to e^(K(t) - t epsilon)
-    log_drop = math.log(math.pi / spacing) + math.log(aims.TINY) + target - (moment - t * aim.epsilon)
+    log_drop = math.log(math.pi / spacing) + math.log(aims.TINY * delta) - (moment - t * aim.epsilon)
     waves = _wave_sum(laws, t, gaussian, spacing, log_drop)
     rounding = 64 * ULP + sum(law.steps * law.error for law in laws)  # of e^K(z), relative; and of a sum
     constant = moment + math.log(spacing / math.pi) + rounding
@@ -209,9 +251,7 @@ def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, fl
         total = waves.at(drift - epsilon) + waves.dropped + rounding * waves.absolute
         return constant - t * epsilon + math.log(total) if total > 0 else math.inf
 
-    found = _least_epsilon(log_bound, target, aim.epsilon, t, floor)
-    step = 1e-3 * found
-    return found, (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else t
+    return log_bound, infinite
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from dpfunc._utils.validation import expect, non_negative, open_unit, unit_interval
 from dpfunc.accounting._gaussian import gaussian_delta, gaussian_mu, gaussian_true_positives
 from dpfunc.accounting._pairs import LARGEST_LOSS
-from dpfunc.accounting._search import falling_root, least
+from dpfunc.accounting._search import least
+from dpfunc.accounting._tilted import LEAST_DELTA
 from dpfunc.accounting.accountant import ROUNDING, all_take_part, deltas_of, rough_delta
 from dpfunc.accounting.events import largest_loss
 from dpfunc.accounting.ledger import Ledger
@@ -23,8 +24,6 @@ RATES = (0.001, 0.01, 0.1)  # false positives at which the page says how many tr
 _DELTAS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 0.9, 0.97, 0.99)
 _WIDTH = 1.0  # of log delta, where the bound on true positives is least
 _NARROW, _FLAT = 1e-5, 1e-6  # parts of a range of epsilon, unless the bound is flat to this share of itself
-_TINY = 1e-12  # smaller deltas are found by their epsilons
-_SMALLEST = -460.0  # log of the least delta of `tilted`
 
 Point = tuple[float, float]  # delta, epsilon
 
@@ -41,8 +40,8 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
 
     Returns:
         delta in 0..1, from public facts only. Exact to 1e-9 of itself where all records are in every batch; else about
-        as far above the truth as `tilted` is. 0 stands for less than 1e-199, or for nothing: a pure release at its
-        epsilon; 1 if `tilted` says nothing.
+        as far above the truth as `tilted` is. 0 of nothing, and of a pure release at its epsilon; 1 if `tilted` says
+        nothing.
 
     Raises:
         InvalidArgument: epsilon outside its domain.
@@ -66,33 +65,13 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
     if target >= worst * (1 - ROUNDING) or lost == 1:
         return lost
 
-    near = rough_delta(ledger.law, ledger.adjacency, target) / 3
-    while near > _TINY and (curve := deltas_of(ledger.law, ledger.adjacency, [near])):
-        found = curve(target)
-        if found >= near / 100:  # else what is beyond the lattice may be much of it
-            return min(1.0, lost + found)
+    found, near = 1.0, max(rough_delta(ledger.law, ledger.adjacency, target) / 3, LEAST_DELTA)
+    while near >= LEAST_DELTA:
+        found = min(found, deltas_of(ledger.law, ledger.adjacency, [near], target)(target))
+        if near <= found <= 10 * near:  # elsewhere the bound may be loose
+            break
         near = found / 3
-
-    def excess(log_delta: float) -> float:
-        found = min(_epsilon(ledger, math.exp(log_delta)), 1e9)
-        return found - target if found > 0 else -math.inf  # halves the range: 0 says nothing about how far the root is
-
-    high, low = -1e-12, -3.0
-    if excess(high) > 0:
-        return 1.0
-    while excess(low) <= 0:
-        if low <= _SMALLEST:
-            return 0.0
-        high, low = low, max(3 * low, _SMALLEST)
-    return math.exp(falling_root(excess, low, high, atol=1e-6))
-
-
-def _epsilon(ledger: Ledger, at: float) -> float:
-    """Epsilon at a delta; infinite where the method says nothing."""
-    try:
-        return ledger.epsilon(at, tight_method(ledger)).epsilon
-    except InvalidArgument:
-        return math.inf
+    return min(1.0, lost + found)
 
 
 @dataclass(frozen=True)
@@ -140,8 +119,6 @@ class TradeOff:
         if lost == 1:
             return found
         curve = deltas_of(law, adjacency, [rate / 1000, (1 - rate) / 20])
-        if curve is None:
-            return min(found, self._by_epsilons(rate, lost))
 
         def smallest(bound: Callable[[Point, float], float], factor: float) -> float:
             """Least bound; beyond the logarithm of the factor it is above what was found."""
@@ -151,18 +128,6 @@ class TradeOff:
         # delta is convex in e^epsilon, so each of both bounds has one minimum; the smaller one of them may have two
         found = min(found, smallest(_by_false_positives, 1 / rate))
         return min(found, smallest(_by_false_negatives, (1 - rate) / max(1 - found, 1e-300)))
-
-    def _by_epsilons(self, rate: float, lost: float) -> float:
-        """The same from epsilons at many deltas: of so many steps that a lattice would be too large."""
-        # a smaller delta adds 2e-6 of the bound; below the probability of infinite losses there is no epsilon
-        lowest = max(math.log(rate) - 13, math.log(max(lost, 1e-300)))
-
-        def at(bound: Callable[[Point, float], float], log_delta: float) -> float:
-            delta = math.exp(log_delta)
-            return bound((delta, min(_epsilon(self.ledger, delta), LARGEST_LOSS)), rate)
-
-        bounds = (_by_false_positives, _by_false_negatives)
-        return min(1.0, *(least(functools.partial(at, bound), lowest, -1e-12, 1e-3, _FLAT)[1] for bound in bounds))
 
     def false_negatives(self, false_positives: float) -> float:
         """Least share of false negatives of a test with at most this share of false positives: the trade-off curve."""

@@ -27,7 +27,7 @@ from dpfunc.accounting._losses import (
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
-from dpfunc.accounting._tilted import law_near, tilted_epsilon
+from dpfunc.accounting._tilted import curve_near, tilted_epsilon
 from dpfunc.accounting._tilted import rough_delta as estimate_delta
 from dpfunc.accounting._tilted import rough_epsilon as estimate
 from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, divided, has_both, largest_loss, law_kind, law_of
@@ -127,12 +127,12 @@ def _ways(events: tuple[Event, ...]) -> tuple[tuple[Event, ...], ...]:
 
 
 def deltas_of(
-    events: tuple[Event, ...], adjacency: Adjacency, near: Sequence[float]
-) -> Callable[[float], float] | None:
-    """Delta of the finite losses as a function of epsilon >= 0, rounded up; None where a lattice would be too large.
+    events: tuple[Event, ...], adjacency: Adjacency, near: Sequence[float], at: float | None = None
+) -> Callable[[float], float]:
+    """Delta of the finite losses as a function of epsilon >= 0, rounded up; 1 where `tilted` says nothing.
 
     Args:
-        events, adjacency: of a ledger. near: deltas at and above which it is tight.
+        events, adjacency: of a ledger. near: deltas at and above which it is tight. at: epsilon of interest.
     """
     ways = []
     for way in _ways(events):
@@ -141,12 +141,10 @@ def deltas_of(
         orders = [[delta_curve(replace(law, infinite=np.zeros(())))] for law in sole_laws(way, adjacency)]
         for direction in DIRECTIONS[adjacency] if not orders else ():
             try:
-                laws = [law_near(kinds, direction, delta, _fixed(special, direction)) for delta in near]
+                fixed = _fixed(special, direction)
+                orders.append([curve_near(kinds, direction, delta, fixed, at) for delta in near])
             except TiltedUnavailable:
-                return None
-            orders.append([delta_curve(law) for law in laws if len(law.mass)])
-        if not all(orders):
-            return None
+                return lambda epsilon: 1.0
         ways.append(orders)
     return lambda epsilon: min(max(min(curve(epsilon) for curve in curves) for curves in orders) for orders in ways)
 

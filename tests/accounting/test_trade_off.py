@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, _trade_off, delta_at, epsilon
-from dpfunc.accounting._losses import delta_curve
-from dpfunc.accounting._tilted import law_near
-from dpfunc.accounting.accountant import deltas_of
+from dpfunc.accounting import Laplace, Ledger, Opaque, TradeOff, _lattice, _tilted, delta_at, epsilon
+from dpfunc.accounting._tilted import curve_near
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 
@@ -126,24 +124,44 @@ def test_pure_releases_have_their_own_curve(ledger, largest, exact, rate):
     assert truth * (1 - 1e-4) <= TradeOff(ledger).true_positives(rate) <= truth * (1 + 1e-3)
 
 
+KINDS = [(0.02, 1.0, 300), (0.1, 2.0, 40)]
+
+
+def without_lattice(monkeypatch):
+    """Every lattice would be too large: the curve is that of a line of integration."""
+    monkeypatch.setattr(_tilted, "lattice_law", lambda *_: _lattice._UNKNOWN)
+
+
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.6])
-def test_steps_too_many_for_a_lattice_are_bounded_by_their_epsilons(rate, monkeypatch):
-    many = Ledger((Event(1e-4, 1.0, 10**7),))
-    assert deltas_of(many.law, many.adjacency, [1e-4]) is None
-    one = Ledger((Event(0.01, 1.0, 1),))
-    by_lattice, delta = TradeOff(one).true_positives(rate), delta_at(one, 0.1)
-    monkeypatch.setattr(_trade_off, "deltas_of", lambda *_: None)
-    assert TradeOff(one).true_positives(rate) == pytest.approx(by_lattice, rel=2e-5)
-    assert delta_at(one, 0.1) == pytest.approx(delta, rel=2e-5)
+def test_a_line_of_integration_bounds_as_a_lattice_does(rate, monkeypatch):
+    """Which of both is taken follows from the number of steps, and hardly changes what is found."""
+    many = Ledger((Event(0.01, 1.0, 1000), Event(1.0, 40.0, 10)))
+    cost = epsilon(many, 1e-7).epsilon
+    by_lattice, delta = TradeOff(many).true_positives(rate), delta_at(many, cost)
+    without_lattice(monkeypatch)
+    assert TradeOff(many).true_positives(rate) == pytest.approx(by_lattice, rel=2e-5)
+    assert delta_at(many, cost) == pytest.approx(delta, rel=1e-4)
 
 
+def test_steps_too_many_for_a_lattice():
+    """Deltas come back that are large or tiny, and of an epsilon whose exponential float64 does not hold."""
+    for event, deltas in ((Event(1e-4, 1.0, 10**7), (1e-3, 1e-30)), (Event(0.2, 0.5, 10**5), (1e-3, 1e-100))):
+        ledger = Ledger((event,))
+        for delta in deltas:
+            assert delta_at(ledger, epsilon(ledger, delta).epsilon) == pytest.approx(delta, rel=2e-2)
+    rare = Ledger((Event(1e-4, 1.0, 10**7),))  # of which no estimate is near the truth there
+    assert delta_at(rare, 16.0) < 1e-40
+
+
+@pytest.mark.parametrize("line", [False, True], ids=["lattice", "line"])
 @pytest.mark.parametrize("direction", ["remove", "add", "replace"])
-def test_the_curve_of_delta_is_above_the_truth_everywhere(direction):
+def test_the_curve_of_delta_is_above_the_truth_everywhere(direction, line, monkeypatch):
     """Whatever delta it is aimed at; and near it hardly above."""
-    kinds = [(0.02, 1.0, 300), (0.1, 2.0, 40)]
-    aimed = {near: delta_curve(law_near(kinds, direction, near, ())) for near in (1e-9, 1e-4, 0.03)}
+    if line:
+        without_lattice(monkeypatch)
+    aimed = {near: curve_near(KINDS, direction, near, ()) for near in (1e-9, 1e-4, 0.03)}
     for at in (0.1, 0.4, 1.0, 2.0, 3.0):
-        truth = agreed_delta(at, kinds, direction)
+        truth = agreed_delta(at, KINDS, direction)
         assert all(curve(at) >= truth * (1 - 1e-9) for curve in aimed.values())
         assert min((curve(at) for near, curve in aimed.items() if near <= truth), default=truth) <= truth * (1 + 1e-4)
 
