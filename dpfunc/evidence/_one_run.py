@@ -15,6 +15,7 @@ from dpfunc._utils.validation import expect, integer, non_negative, one_of, open
 from dpfunc.accounting import Ledger
 from dpfunc.accounting._gaussian import gaussian_epsilon
 from dpfunc.accounting._losses import Array
+from dpfunc.accounting._trade_off import true_positives
 from dpfunc.errors import InvalidArgument
 
 # Inverse of a trade-off curve: true positives -> the least false positives that the claim allows for them.
@@ -24,7 +25,6 @@ Curve = Callable[[float], float]
 _BOTH = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TOP = (0.01, 0.05, 0.2)
 _ROOT_BITS = 40  # of the search for a bound: far below what a number of canaries can tell
-_LARGEST = 700.0  # e^epsilon within float64
 
 
 class Guesses(NamedTuple):
@@ -241,10 +241,8 @@ def _p_value(m: int, made: Guesses, epsilon: float, delta: float) -> float:
 def _ledger_curve(ledger: Ledger) -> Curve:
     """The curve of a ledger, taken from below: the best of its epsilon at many delta."""
     deltas = np.concatenate([np.geomspace(1e-8, 0.2, 20), np.linspace(0.25, 0.95, 12)])
-    ratio = np.exp(np.minimum([ledger.epsilon(float(delta)).epsilon for delta in deltas], _LARGEST))
-    return lambda true: max(
-        0.0, float(np.max((true - deltas) / ratio)), float(np.max(1.0 - deltas - (1.0 - true) * ratio))
-    )
+    points = [(delta, ledger.epsilon(delta).epsilon) for delta in deltas.tolist()]
+    return lambda true: 1 - true_positives(points, 1 - true)  # a curve of both orders is its own mirror image
 
 
 def _refutes_curve(m: int, made: Guesses, level: float, curve: Curve) -> bool:
