@@ -157,6 +157,13 @@ def boolean(name: str, value: object) -> bool:
     return value
 
 
+def line(name: str, value: object, blank: bool = False) -> str:
+    """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
+    if not isinstance(value, str) or not value.isprintable() or not (blank or value.strip()):
+        raise fail("a line of printable text", name, value)
+    return value
+
+
 def digest(name: str, value: object, length: int = 64) -> str:
     """A digest, fingerprint or key in hexadecimal digits."""
     if not isinstance(value, str) or len(value) != length or set(value) - set("0123456789abcdef"):

@@ -393,11 +393,6 @@ def _check_all(name: str, hint: Any, values: Iterable[Any]) -> None:
         _check(name, hint, value)
 
 
-def _text(name: str, value: object) -> None:
-    """A line of text that a terminal can show: a file from elsewhere must not send it control characters."""
-    checks.expect(isinstance(value, str) and value.isprintable(), "a line of printable text", name, value)
-
-
 _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
     "adjacency": partial(checks.one_of, allowed=ADJACENCIES),
     "noise_key": partial(checks.one_of, allowed=(SECRET, GUESSABLE)),
@@ -414,4 +409,6 @@ _DOMAINS: Mapping[str, Callable[[str, Any], object]] = {
     "chosen_score": partial(checks.real, domain="a finite chosen_score"),
 }
 # Domains of other fields, by their type.
-_USUAL: Mapping[type, Callable[[str, Any], object]] = {str: _text, int: checks.integer, float: checks.positive}
+_USUAL: Mapping[type, Callable[[str, Any], object]] = {
+    str: partial(checks.line, blank=True), int: checks.integer, float: checks.positive,
+}  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dpfunc._utils.validation import expect, fail, one_of, open_unit, positive, refuse
+from dpfunc._utils.validation import expect, fail, line, one_of, open_unit, positive, refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.ledger import to_values
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
@@ -113,13 +113,6 @@ class Account(NamedTuple):
     def ledger(self, without: str = "") -> Ledger:
         """Ledger of all runs, or of all but one, with what came before the budget."""
         return self.facts.earlier.compose(*[entry.charged for entry in self.entries.values() if entry.run != without])
-
-
-def line(name: str, value: object) -> str:
-    """A line of text that a terminal can show, which is not empty."""
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise fail("a line of printable text", name, value)
-    return value
 
 
 def digest(values: object) -> str:

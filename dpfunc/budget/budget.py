@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dpfunc._utils.files import replace_file
-from dpfunc._utils.validation import checked, fail, named, one_of, optional, signed, unique_json
+from dpfunc._utils.validation import checked, fail, line, named, one_of, optional, signed, unique_json
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps
-from dpfunc.budget._events import RESERVE, REST, SETTLE, Account, BudgetEntry, Event, Facts, line
+from dpfunc.budget._events import RESERVE, REST, SETTLE, Account, BudgetEntry, Event, Facts
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict
 from dpfunc.types import Adjacency
 
