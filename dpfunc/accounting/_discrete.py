@@ -54,7 +54,7 @@ def _shifted(q: float, plain: Array, moved: Array, exponent: Array, direction: D
         return Atoms(p, loss, np.zeros(()))
     starts = np.arange(0, len(loss), every)
     ends = np.append(loss[starts], loss[-1])
-    return dominating(ends, np.add.reduceat(p, starts), np.add.reduceat(other, starts), 0.0)
+    return dominating(ends, np.add.reduceat(p, starts), np.add.reduceat(other, starts))
 
 
 def answers(noise: float, number: int) -> Atoms:

@@ -18,13 +18,11 @@ _LAPLACE_CELLS = 2000
 LARGEST_LOSS = 700.0  # e^700 fits into float64
 
 
-def dominating(loss: Array, p: Array, q: Array, below: float, infinite: Array | float = 0.0) -> Atoms:
-    """The law of cells with these losses at their ends (n,) and masses under P and Q (n - 1,), and one below them."""
+def dominating(loss: Array, p: Array, q: Array, infinite: Array | float = 0.0) -> Atoms:
+    """The law of cells with these losses at their ends (n,) and masses under P and Q (n - 1,)."""
     with np.errstate(over="ignore", invalid="ignore"):
         excess = p - np.exp(loss[:-1]) * q
-    mass = losses.connected(loss, p, excess)
-    mass[0] += below
-    return Atoms(mass, loss, np.asarray(infinite))
+    return Atoms(losses.connected(loss, p, excess), loss, np.asarray(infinite))
 
 
 def joined(above: Atoms, other: Atoms) -> Atoms:
@@ -91,7 +89,7 @@ def _displaced(q: float, s: float, cells: int) -> Atoms:
     )
     loss = log_p - log_q
     loss[0] = 0.0
-    return dominating(loss, p[:-1], q_[:-1], 0.0, p[-1])
+    return dominating(loss, p[:-1], q_[:-1], p[-1])
 
 
 @functools.lru_cache(maxsize=256)
