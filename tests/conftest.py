@@ -49,10 +49,15 @@ def _few_objects() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_earlier_runs() -> None:
-    """Each file stands for a process of its own: which files share one, and with it insecure keys, is chance."""
+    """Each file stands for a process of its own: which files share one, and with it insecure keys, is chance.
+
+    Models of earlier files live on in caches, and each pass of the engine looks at all memory that they hold of rows.
+    """
     if (state := sys.modules.get("dpfunc.state")) is not None:
         for known in (state._runs, state._ledgers):
             known.clear()
+    if (loss := sys.modules.get("dpfunc.engines._guards.loss")) is not None:
+        loss.memory_of_earlier.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
