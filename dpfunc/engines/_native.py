@@ -15,10 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from dpfunc.engines._cross_entropy import cross_entropy
-from dpfunc.engines._levels import Handler, Node, Pass, apply_node, gradients, inside, is_row, of_rows, outside_levels
-
-# A cheaper operation costs less under vmap than the node around its native kernel.
-_LARGE = 1 << 16
+from dpfunc.engines._levels import Handler, Node, Pass, apply_node, gradients, inside, is_row, outside_levels
 
 
 class _Start(Node):
@@ -127,36 +124,19 @@ def as_one_node(
     return tuple(map(owner.levels.row, found))
 
 
-def _are_large(inputs: Sequence[Tensor | None]) -> bool:
-    """True for many numbers of rows that are batches of one, with as many axes; others are broadcast, the first too."""
-    first = inputs[0]
-    if first is None or first.numel() < _LARGE or first.ndim < 3:
-        return False
-    return all(each is not None and each.ndim == first.ndim and each.shape[1] == 1 for each in inputs)
+# A smaller norm takes less time under vmap than the node around its native kernel.
+_LARGE = 1 << 16
+_OF_RMS_NORM = ("input", "normalized_shape", "weight", "eps")
 
 
-NATIVE = frozenset((F.max_pool2d, torch.max_pool2d, F.rms_norm, F.gelu, F.silu))
-
-
-def native(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a large operation of batches of one by its native kernel; NotImplemented where vmap is to do it."""
-    if not owner.is_open():
+def rms_norm(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A norm without a weight by torch's own kernel, which vmap takes apart; NotImplemented where vmap is to do it."""
+    bound = {"weight": None, "eps": None, **dict(zip(_OF_RMS_NORM, args, strict=False)), **kwargs}
+    given, shape, weight, eps = (bound[name] for name in _OF_RMS_NORM)
+    large = is_row(given) and owner.levels.rows * given.numel() >= _LARGE
+    if not large or not owner.is_open() or not given.requires_grad or weight is not None:
         return NotImplemented
-    values, names = [*args, *kwargs.values()], tuple(kwargs)
-    places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
-    inputs = [values[place] for place in places]
-    wanted = [value.requires_grad for value in inputs]
-    if not any(wanted) or not _are_large([of_rows(value) for value in inputs]):
-        return NotImplemented
-
-    def call(*given: Tensor) -> Results:
-        filled = list(values)
-        for place, value in zip(places, given, strict=True):
-            filled[place] = value.squeeze(1)  # its gradient is a view, and that of an index a copy
-        found: Tensor = func(*filled[: len(args)], **dict(zip(names, filled[len(args) :], strict=True)))
-        return (found.unsqueeze(1),)
-
-    return as_one_node(owner, call, inputs, wanted)[0]
+    return as_one_node(owner, lambda x_B: (func(x_B, shape, None, eps),), [given], [True])[0]
 
 
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -199,7 +179,7 @@ def attention(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
 
 
 WITHOUT_PARAMETERS: Mapping[Any, Handler] = {
-    **dict.fromkeys(NATIVE, native),
+    F.rms_norm: rms_norm,
     F.cross_entropy: cross_entropy,
     F.scaled_dot_product_attention: attention,
 }

@@ -213,7 +213,7 @@ def test_native_kernels_are_used(monkeypatch):
     build = native_operations.Kernel.build
     monkeypatch.setattr(native_operations, "_LARGE", 0)
     monkeypatch.setattr(native_operations.Kernel, "build", lambda self, *given: used.append(1) or build(self, *given))
-    for name in ("attention", "gelu", "silu", "rms_norm", "max_pool2d"):
+    for name in ("attention", "rms_norm"):
         used.clear()
         loss_fn = lambda p, b, name=name: CASES[name](b * p["w"], b).flatten(1).sum(1)
         auto()(loss_fn, {"w": torch.ones(D)}, torch.randn(B, T, D))
