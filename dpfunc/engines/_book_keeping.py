@@ -148,14 +148,18 @@ def _turned_back(owner: Pass, func: Callable[..., Any], args: Sequence[Any]) -> 
 
 
 def made_plain(owner: Pass, rule: Rule, given: str, bound: Bound) -> dict[str, tuple[str, Tensor]] | None:
-    """Put plain tensors in place of all but the input; the parameters among them. None where one is of a row."""
+    """Put plain tensors in place of all but the input; the parameters among them. None where one is of a row.
+
+    Others than parameters, such as classes, may be of a row; (B, ...) is put in place of them.
+    """
     wanted: dict[str, tuple[str, Tensor]] = {}
     for name, value in bound.items():
         if name == given or not isinstance(value, Tensor):
             continue
         known = owner.plain(value)
-        if known is None and not value.requires_grad and of_rows(value) is None:
-            bound[name] = inside(value)
+        values_B = of_rows(value)
+        if known is None and not value.requires_grad and (values_B is None or name not in rule.needs):
+            bound[name] = inside(value) if values_B is None else values_B
         elif known is not None and name in rule.needs:
             wanted[name], bound[name] = known, known[1]
         else:
@@ -206,6 +210,24 @@ OTHER_FORMS: Mapping[Callable[..., Any], tuple[Sequence[str], Callable[..., Any]
     Tensor.index_select: _SELECT,
     Tensor.__getitem__: (("input", "index"), _look_up),
 }
+
+
+_REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "none": lambda losses, target, ignored: losses,
+    "sum": lambda losses, target, ignored: losses.sum(),
+    "mean": lambda losses, target, ignored: losses.sum() / (target != ignored).sum(),
+}
+
+
+def cross_entropy(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`F.cross_entropy` of a row by losses of its samples; NotImplemented where vmap and grad are to do it."""
+    bound = RULES[func].bind(args, kwargs)
+    if bound is None or bound["reduction"] not in _REDUCTIONS or not is_row(bound["target"]):
+        return NotImplemented
+    losses = operation(owner, func, (), {**bound, "reduction": "none"})
+    if losses is NotImplemented:
+        return losses
+    return _REDUCTIONS[bound["reduction"]](losses, bound["target"], bound["ignore_index"])
 
 
 def turned(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -283,4 +305,5 @@ WITH_PARAMETERS: Mapping[Any, Handler] = {
     **{func: operation for func, rule in RULES.items() if rule.form is not None},
     **dict.fromkeys(OTHER_FORMS, _other_form),
     **dict.fromkeys(_TURNING, turned),
+    F.cross_entropy: cross_entropy,
 }

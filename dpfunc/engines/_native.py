@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from dpfunc.engines._cross_entropy import cross_entropy
 from dpfunc.engines._levels import Handler, Node, Pass, apply_node, gradients, inside, is_row, outside_levels
 
 
@@ -180,6 +179,5 @@ def attention(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs
 
 WITHOUT_PARAMETERS: Mapping[Any, Handler] = {
     F.rms_norm: rms_norm,
-    F.cross_entropy: cross_entropy,
     F.scaled_dot_product_attention: attention,
 }

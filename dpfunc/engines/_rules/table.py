@@ -103,7 +103,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Rule:
-    """All that is known of an operation that takes a parameter.
+    """All that is known of an operation that takes a parameter, or of one with a gradient in closed form.
 
     Args:
         ops: the functions it is for, as torch calls them. arguments: in their order: name -> default, or REQUIRED.
