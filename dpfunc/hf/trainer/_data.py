@@ -192,7 +192,7 @@ def _batches(dataset: Any, collate: Callable[[list[Any]], Any], name: str) -> It
     while start < len(indices):
         records = read(dataset, indices[start : start + _AT_ONCE])
         refuse(
-            (any(isinstance(each, Mapping) and len(each.get("input_ids", "-")) == 0 for each in records),
+            (any(map(_without_token, records)),
              f"Expected a token or more in each record of {name}, got at least one of none, as empty lines give: a "
              "batch of it alone would end the run. Leave them out, e.g. dataset.filter(lambda row: "
              "len(row['input_ids']) > 0). Nothing was spent."),
@@ -205,6 +205,11 @@ def _batches(dataset: Any, collate: Callable[[list[Any]], Any], name: str) -> It
         tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1]
         if len(indices) > _READ and any(value.is_floating_point() for value in tensors):
             indices = spread(len(dataset), _READ)
+
+
+def _without_token(record: Any) -> bool:
+    ids = record.get("input_ids", "-") if isinstance(record, Mapping) else "-"
+    return ids is None or len(ids) == 0
 
 
 def _check_tokens(

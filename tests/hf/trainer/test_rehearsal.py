@@ -113,6 +113,7 @@ RECORDS = {  # model, data, collator, message
     "a token beyond a language model": (language_model, lists([4, 40, 2]), pad, "0 <= id < 40 .*'input_ids'"),
     "more tokens than GPT-2 has positions": (language_model, lists([4] * 17), pad, "rows of at most 16 tokens"),
     "no token": (language_model, lists([]), pad, "a token or more in each record of train_dataset"),
+    "null for its tokens": (language_model, lists(None), pad, "a token or more in each record of train_dataset"),
     "a type that BERT has not": (classifier, typed(2), typing, "'token_type_ids' below 2 in each record of train_dataset"),
     "a class beyond the table": (classifier, [{**row, "labels": 2 if i == 37 else 0} for i, row in enumerate(ended())], None, "classes 0 <= label < 2.* in 'labels' of each record of train_dataset"),
     "an answer beyond the table": (lambda: t5(T5ForConditionalGeneration), answers([50, 2]), None, "in 'labels' of each record of train_dataset"),
