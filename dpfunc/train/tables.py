@@ -5,6 +5,7 @@ May import: its folder, features and below. Privacy depends on it: yes.
 
 import codecs
 import csv
+import datetime
 import gzip
 import hashlib
 import io
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ Row = dict[str, str]
 """Column -> text. Private."""
 Table = dict[int, Row]
 """Where a row was in the file, from 1 -> the row. Private, numbers included."""
+_TEXTS = (str, Number, datetime.date, datetime.time, datetime.timedelta)  # kinds of values that are written as a text
 _NO_RECORDS = ("thumbs.db", "desktop.ini")  # files that systems put into folders of images; others begin with a dot
 # Names of columns by which a format of texts is known -> what to write in the section data.
 _FORMATS = {
@@ -281,7 +284,7 @@ def _text(row: Mapping[str, Any], column: str, may_be_list: bool, may_be_any: bo
         return json.dumps(value, ensure_ascii=False, default=str)
     several = may_be_list and isinstance(value, list)
     each: list[Any] = value if several else [value]
-    if any(isinstance(one, list | dict | bytes) or _is_missing(one) or str(one).startswith("<PIL.") for one in each):
+    if any(not isinstance(one, _TEXTS) or _is_missing(one) for one in each):
         raise InvalidArgument(f"Expected a text in the column {column!r} {where}, got none. {_hint(row, column)}")
     texts = [json.dumps(one) if isinstance(one, bool) else str(one) for one in each]
     return json.dumps(texts if several else texts[0], ensure_ascii=False) if may_be_list else texts[0]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import gzip
 import json
 import sys
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from chat_jobs import PLAIN, chats, llava_rows, tokenizer, write_job, write_llava_job
+from PIL import Image
 from text_job import record, train, write_rows
 from torch.nn import functional as F
 
@@ -264,7 +268,7 @@ def test_parquet_and_data_sets_on_disk_are_read_by_their_packages(tmp_path, monk
 
 
 def test_objects_of_a_parquet_have_their_own_names(tmp_path, monkeypatch):
-    """Arrow gives each object the names of all others, with null; a null of a column stays. Bytes are no text."""
+    """Arrow gives each object the names of all others, with null; a null of a column stays."""
 
     def read(row):
         table = SimpleNamespace(to_pylist=lambda: [row])
@@ -277,9 +281,23 @@ def test_objects_of_a_parquet_have_their_own_names(tmp_path, monkeypatch):
     assert read({"messages": [own, other], "tools": None}) == {
         "messages": '[{"goal": 1}, {"bank": [{"a": 0}]}]', "tools": "",
     }  # fmt: skip
-    stub(monkeypatch, "pyarrow.parquet", read_table=lambda found: SimpleNamespace(to_pylist=lambda: [{"text": b"a"}]))
-    with pytest.raises(InvalidArgument, match=r"in row 1 of rows.parquet, got none. It is .* bytes or a picture"):
-        read_table(tmp_path / "rows.parquet", ["text"])
+
+
+def test_values_of_a_parquet_that_are_texts(tmp_path, monkeypatch):
+    """Texts, numbers and times are; bytes, arrays, pictures and whatever a package decodes to are none."""
+
+    def read(value):
+        table = SimpleNamespace(to_pylist=lambda: [{"text": value}])
+        stub(monkeypatch, "pyarrow.parquet", read_table=lambda found: table)
+        return read_table(tmp_path / "rows.parquet", ["text"])[1]["text"]
+
+    stub(monkeypatch, "pyarrow")
+    known = ("a", 1, 0.5, True, Decimal("0.10"), np.int64(3), datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2))
+    expected = ["a", "1", "0.5", "true", "0.10", "3", "2026-01-02", "2026-01-02 00:00:00"]
+    assert [read(value) for value in known] == expected
+    for other in (b"a", bytearray(b"a"), np.ones(2), Image.new("L", (2, 2)), object()):
+        with pytest.raises(InvalidArgument, match=r"in row 1 of rows.parquet, got none. It is .* bytes or a picture"):
+            read(other)
 
 
 KEYS = {
