@@ -1,6 +1,6 @@
 # make demo   set up, then fine-tune a pretrained transformer under differential privacy on real text
 # make test   set up, then lint, types, doctests and tests
-# make test COVERAGE=1   the same, and which lines of dpfunc run; takes a third longer; CI runs this
+# make test COVERAGE=1   the same, and which lines of dpfunc run; takes a sixth longer; CI runs this
 # make docs   the site, in build/site, looked at in a browser (chromium, chromium-driver); CI builds it too
 # make bench  every benchmark in one go, and each target beside what was measured: about two hours on two cores
 # make survey   which engine takes each model family
