@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # a budget is shown without torch
 KEPT = Path("checkpoint-key", "key.json")  # of a run that has reserved, until it saves a step
 _PLACE_FILE = "privacy_budget.json"
 _NOTHING = "Nothing was reserved."
-_CLOSED = "A search has reserved all that was left"
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,7 @@ class Budget:
         found = _store().change(self.url, decide)
         if isinstance(found, BudgetEntry):
             return found
-        account, cost = found
-        if account.closed or isinstance(planned, Guarantee):
-            raise _no_room(run, _CLOSED if account.closed else "Lower the epsilon of the search")
-        raise self._above(account, planned, ledger, cost)
+        raise self._no_room(planned, ledger, *found)
 
     def check(self, planned: Plan | Ledger, *, unit: str) -> None:
         """Check that `reserve` has room for a run, as far as it follows from its plan. Nothing is written.
@@ -183,15 +179,18 @@ class Budget:
         self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
         if run in account.entries:  # it goes on, or `reserve` says that it is another one
             return
-        if account.closed:
-            raise _no_room(run, _CLOSED)
         cost = account.ledger().compose(ledger).epsilon(account.facts.delta).epsilon
-        if cost > account.facts.epsilon:
-            raise self._above(account, planned, ledger, cost)
+        if cost > account.facts.epsilon or account.closed:
+            raise self._no_room(planned, ledger, account, cost)
 
-    def _above(self, account: Account, planned: Plan | Ledger, ledger: Ledger, cost: float) -> BudgetExhausted:
-        """The error of a run with which all runs cost more than the budget."""
+    def _no_room(
+        self, planned: Plan | Ledger | Guarantee, ledger: Ledger, account: Account, cost: float
+    ) -> BudgetExhausted:
+        """The error of a run or search that is beyond the budget: all of them cost `cost`, or nothing is left."""
         run, _ = self._names()
+        if account.closed or isinstance(planned, Guarantee):
+            why = "A search has reserved all that was left" if account.closed else "Lower the epsilon of the search"
+            return BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
         others, facts = account.ledger(without=run), account.facts
         limit = getattr(planned, "num_steps", ledger.num_steps)  # of a plan: one event may be that of many steps
         steps = affordable_steps(
@@ -268,10 +267,6 @@ class Budget:
             raise LedgerConflict(
                 f"Expected adjacency {facts.adjacency!r}, as the budget has, got {ledger.adjacency!r}. {_NOTHING}"
             )
-
-
-def _no_room(run: str, why: str) -> BudgetExhausted:
-    return BudgetExhausted(f"The budget of the data set has no room for run={run!r}. {why}. {_NOTHING}")
 
 
 def _store() -> Any:

@@ -135,12 +135,14 @@ def without_lattice(monkeypatch):
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.6])
 def test_a_line_of_integration_bounds_as_a_lattice_does(rate, monkeypatch):
     """Which of both is taken follows from the number of steps, and hardly changes what is found."""
-    many = Ledger((Event(0.01, 1.0, 1000), Event(1.0, 40.0, 10)))
+    many, one = Ledger((Event(0.01, 1.0, 1000), Event(1.0, 40.0, 10))), Ledger((Event(0.01, 1.0, 1),))
     cost = epsilon(many, 1e-7).epsilon
-    by_lattice, delta = TradeOff(many).true_positives(rate), delta_at(many, cost)
+    by_lattice = [TradeOff(ledger).true_positives(rate) for ledger in (many, one)]
+    deltas = delta_at(many, cost), delta_at(one, 0.1)
     without_lattice(monkeypatch)
-    assert TradeOff(many).true_positives(rate) == pytest.approx(by_lattice, rel=2e-5)
-    assert delta_at(many, cost) == pytest.approx(delta, rel=1e-4)
+    assert [TradeOff(ledger).true_positives(rate) for ledger in (many, one)] == pytest.approx(by_lattice, rel=2e-5)
+    assert delta_at(many, cost) == pytest.approx(deltas[0], rel=1e-4)
+    assert delta_at(one, 0.1) == pytest.approx(deltas[1], rel=2e-5)
 
 
 def test_steps_too_many_for_a_lattice():
