@@ -84,7 +84,7 @@ def make_record(
     clip = dp_step.clipped_grad.at(last, state.clip_state)
     proven = type(clip.rule).__module__.startswith("dpfunc.")  # a schedule may be of a rule that is not
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
-    ours = repr(plan.noise) == repr(DEFAULT)
+    ours, strategy = repr(plan.noise) == repr(DEFAULT), getattr(plan.noise, "strategy", DEFAULT)
     publishes_size = plan.adjacency == "add_remove" and not public_bound
     return Record(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -98,7 +98,7 @@ def make_record(
         note=answer.note,
         epsilon_rdp=spent.epsilon(plan.delta, "rdp").epsilon,
         ledger=spent,
-        mechanism=_MECHANISMS[plan.allocation] if ours else repr(plan.noise),
+        mechanism=_named(_MECHANISMS[plan.allocation] if ours else repr(plan.noise), plan.noise, strategy),
         noise_multiplier=plan.events(0, last + 1)[-1].noise_multiplier,  # other noise may have a scale of its own
         noise_source=known.SOURCES[dp_step.noise_source],
         noise_key=GUESSABLE if state.key.guessable else SECRET,
@@ -106,7 +106,7 @@ def make_record(
         clip=type(plan.clip if proven else clip.rule).__name__,
         rows=_ENGINES.get(type(dp_step.clipped_grad.engine), known.ROWS[2]),
         batches=COMPARED if dp_step.verify_batch else ELSEWHERE,
-        sampler=type(plan.sampler).__name__,
+        sampler=_named(type(plan.sampler).__name__, plan.sampler),
         sampling_prob=size / n,
         expected_batch_size=size,
         dataset_size=n,
@@ -117,6 +117,12 @@ def make_record(
         versions=versions(),
         not_covered=(*((EXACT_SIZE,) if publishes_size else ()), *not_covered, *NOT_COVERED),
     )
+
+
+def _named(name: str, *parts: object) -> str:
+    """The name of parts of a plan; of a user's behind its module, since it can be that of one of dpfunc."""
+    modules = [type(part).__module__ for part in parts]
+    return next((f"{module}.{name}" for module in modules if not module.startswith("dpfunc.")), name)
 
 
 def versions() -> dict[str, str]:

@@ -74,7 +74,7 @@ class Louder(noise.Gaussian):
 
 def test_noise_of_a_user_is_named_with_its_own_scale():
     record = make_record(*run(plan(noise=Louder()), secure_key()), unit="one patient")
-    assert (record.mechanism, record.noise_multiplier) == ("Louder(factor=3.0)", 6.0)
+    assert (record.mechanism, record.noise_multiplier) == (f"{__name__}.Louder(factor=3.0)", 6.0)
     assert {event.noise_multiplier for event in record.ledger.events} == {6.0}
 
 

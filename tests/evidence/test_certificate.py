@@ -32,7 +32,7 @@ from dpfunc.evidence._runs import RUNS, ledger_of
 from dpfunc.evidence._signature import canonical, digest_of
 from dpfunc.evidence.certificate import NO_WEIGHTS, NOBODY, _assumptions
 from dpfunc.evidence.result import audit_values
-from dpfunc.noise import BISR, Correlated
+from dpfunc.noise import BISR, Correlated, Gaussian
 from dpfunc.types import Event, Schedule
 
 ROOT = Path(dpfunc.__file__).parents[1]
@@ -288,6 +288,22 @@ def test_correlated_noise_is_certified(tmp_path):
 
 class OwnStrategy(BISR):
     """A matrix of a user, by whose claim its sensitivity holds."""
+
+
+def test_parts_of_a_user_with_a_name_of_dpfunc_are_not_called_proven(tmp_path):
+    """A sampler that overrides `Poisson`, a noise and a strategy: their class says whose they are, not its name."""
+    poisson, gaussian, strategy = (type(kind.__name__, (kind,), {}) for kind in (sampling.Poisson, Gaussian, BISR))
+    law, mechanism = (
+        "The law of the sampler is one that is proven.",
+        "The mechanism of the noise is one that is proven.",
+    )
+    once = sampling.ShuffledOnce(100, 50)
+    for number, (plan, says) in enumerate((
+        (plan_of(poisson(100, 0.5)), law), (plan_of(noise=gaussian()), mechanism),
+        (plan_of(once, noise=Correlated(strategy(3))), mechanism),
+    )):  # fmt: skip
+        trained(tmp_path / str(number), plan)
+        assert says in unmet(certify(tmp_path / str(number)))
 
 
 def test_a_certificate_in_which_one_leaf_was_changed_is_refused(whole, tmp_path, keys):
