@@ -144,11 +144,13 @@ def _sums_above(loss: Array, mass: Array) -> tuple[Array, Array, Array]:
 def epsilon_at(loss: Array, mass: Array, delta: float) -> float:
     """The smallest epsilon >= 0 with `sum_{loss > epsilon} p (1 - e^(epsilon - loss)) <= delta`, of losses in order."""
     t, above, scaled = _sums_above(loss, mass)
-    deltas = above - np.exp(t) * scaled  # delta at epsilon = t[i]; decreasing
-    if above[0] - scaled[0] <= delta:  # at epsilon = 0
+    above = above * (1 + 4 * ULP * len(t))  # rounded up, as in `delta_curve`: no digit of a tiny delta is left
+    if not len(t) or above[0] - scaled[0] <= delta:  # at epsilon = 0
         return 0.0
+    deltas = above - np.exp(t) * scaled  # delta at epsilon = t[i]; decreasing
+    deltas[-1] = 0.0  # no loss is larger, whatever rounding says
     i = int(np.argmax(deltas <= delta))
-    return max(0.0, float(np.log((above[i] - delta) / scaled[i])))
+    return max(0.0, min(float(np.log((above[i] - delta) / scaled[i])), float(t[-1])))
 
 
 def delta_curve(law: Atoms) -> Callable[[float], float]:

@@ -97,6 +97,9 @@ def laplace(q: float, b: float, direction: Direction, cells: int = CELLS) -> Ato
     """The law of a number with Laplace noise of scale b, 1 from its neighbour; the loss is constant beyond both."""
     if 1 / b > LARGEST_LOSS:
         return stated(1 / b, 0.0)  # such a loss has no exponential
+    if direction == "replace":  # the number without a record can be that of its neighbour, and 1 away from its own
+        one = laplace(q, b, "remove", cells)
+        return joined(one, one)
     means = MEANS[direction]
     x = np.linspace(min(0.0, *means), max(0.0, *means), max(_LAPLACE_CELLS * cells // CELLS, math.ceil(cells / b)) + 1)
     edges = np.concatenate([[-np.inf], x, [np.inf]])

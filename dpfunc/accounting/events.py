@@ -41,8 +41,8 @@ class Laplace(Event):
     """Releases of one number with Laplace noise of scale `noise_multiplier` times the sensitivity; Poisson samples.
 
     Args:
-        sampling_prob: chance of a record to take part. noise_multiplier: scale / how far one record moves the number.
-        num_steps: how many.
+        sampling_prob: chance of a record to take part. noise_multiplier: scale / how far one record moves the number
+            that is added, removed or replaced, e.g. 1 of a count. num_steps: how many.
 
     Guarantees:
         tests/accounting/test_events.py::test_laplace_against_integration.

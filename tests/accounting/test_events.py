@@ -11,7 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpfunc.accounting import ZCDP, Allocated, Capped, Laplace, Ledger, Opaque, TradeOff, delta_at, epsilon
+from dpfunc.accounting import (
+    ZCDP,
+    Allocated,
+    Capped,
+    DiscreteLaplace,
+    Laplace,
+    Ledger,
+    MixtureOfGaussians,
+    Opaque,
+    TradeOff,
+    delta_at,
+    epsilon,
+)
 from dpfunc.accounting._losses import DIRECTIONS
 from dpfunc.accounting.events import law_of
 from dpfunc.errors import InvalidArgument
@@ -130,14 +142,15 @@ def laplace_delta(q, scale, ahead, behind, at):
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 @pytest.mark.parametrize(("q", "scale"), [(1.0, 1.0), (0.3, 0.7), (0.01, 0.4)])
 def test_laplace_against_integration(q, scale, adjacency):
+    """A replaced record moves a count from 1 to 0, which is also the count without it: it is no half of the distance."""
     ledger = Ledger((Laplace(q, scale, 1),), adjacency)
-    means = {"add_remove": (1.0, 0.0), "replace_one": (0.5, -0.5)}[adjacency]
+    means = {"add_remove": [(1.0, 0.0)], "replace_one": [(1.0, 0.0), (0.5, -0.5)]}[adjacency]
     for at in (0.0, 0.2, 0.8):
-        truth = max(laplace_delta(q, scale, *pair, at) for pair in (means, means[::-1]))
+        truth = max(laplace_delta(q, scale, *pair, at) for own in means for pair in (own, own[::-1]))
         found = of_one_step(ledger.events[0], adjacency, at)
         assert truth * (1 - 1e-5) - 1e-9 <= found <= truth * (1 + 1e-3) + 1e-7
-    worst = math.log1p(q * math.expm1(1 / scale)) if adjacency == "add_remove" else math.inf
-    assert epsilon(ledger, 1e-12).epsilon <= worst * (1 + 1e-4)
+    worst = math.log1p(q * math.expm1(1 / scale))
+    assert worst * (1 - 1e-4) <= epsilon(ledger, 1e-12).epsilon <= worst * (1 + 1e-4)
 
 
 def composed(eps, lost, steps, at):
@@ -218,6 +231,20 @@ def test_pure_releases_end_at_their_epsilon(steps):
         assert delta_at(ledger, steps * largest) == 0
         assert delta_at(ledger, 0.99 * steps * largest) > 1e-9
         assert epsilon(ledger, 1e-300).epsilon <= steps * largest
+
+
+def test_a_tiny_delta_of_one_release_is_not_lost_in_rounding():
+    """Two sums of masses that differ by 1e-20 are equal in float64: epsilon was half of what it is, or an IndexError."""
+    for loss in np.linspace(0.5, 20.0, 40).tolist():
+        sampled = math.log1p(0.3 * math.expm1(loss))
+        for event, largest in (
+            (Laplace(1.0, 1 / loss, 1), loss), (Laplace(0.3, 1 / loss, 1), sampled),
+            (DiscreteLaplace(1.0, 1 / loss, 1, sensitivity=5), loss),
+        ):  # fmt: skip
+            for delta in (1e-17, 1e-20, 1e-300):
+                assert largest * (1 - 1e-9) <= epsilon(Ledger((event,)), delta).epsilon <= largest * (1 + 1e-9)
+    nothing = MixtureOfGaussians(1.0, 1, distances=(0.0,), probs=(1.0,))
+    assert epsilon(Ledger((nothing,)), 1e-9).epsilon == 0.0
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.03, 0.01, 1e-3])
