@@ -43,7 +43,7 @@ from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import evaluated, refuse_labels, refuse_padding, refuse_records
 from dpfunc.hf.trainer._recipes import PHYSICAL, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer._rehearsal import refuse_callbacks, rehearse_after_gradients, rehearse_gradients
-from dpfunc.hf.trainer._saved import beside_adapters, complete
+from dpfunc.hf.trainer._saved import beside_adapters, complete, only_values
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
@@ -682,18 +682,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.lr_scheduler.load_state_dict(torch.load(Path(saved.path).parents[1] / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `Trainer`, but for a sharded model, whose parts are read when the run begins.
-
-        What was frozen stays frozen: PEFT trains all of an adapter that it has read.
-        """
-        if self._division is not None:
-            return
-        trained = {param: param.requires_grad for param in self.model.parameters()}
-        try:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        finally:
-            for param, requires_grad in trained.items():
-                param.requires_grad_(requires_grad)
+        """As in `Trainer`, with values alone; but for a sharded model, whose parts are read when the run begins."""
+        if self._division is None:
+            with only_values(self.model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""

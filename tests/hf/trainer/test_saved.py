@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_cases import NOISY, classifier, labelled, language_model, pad, texts, training_arguments
+from trainer_cases import NOISY, adapted, classifier, labelled, language_model, pad, texts, training_arguments
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from dpfunc.checkpoint.journal import count_steps
@@ -96,6 +96,45 @@ def test_a_classifier_that_peft_does_not_know_is_saved(tmp_path, base, kind):
     trainer.save_model(str(tmp_path / "saved"))
     again = peft.PeftModel.from_pretrained(made(2), tmp_path / "saved")
     assert torch.equal(logits_of(again), logits_of(trainer.model))
+
+
+@pytest.mark.parametrize("save", ["steps", "no"])
+@pytest.mark.parametrize("kind", ["16 bits", "two active", "one asleep"])
+def test_what_is_read_back_changes_no_part_of_the_model(tmp_path, kind, save):
+    """PEFT makes new parameters in float32 of an adapter in bfloat16, which a run would never train; and of several
+    active adapters it leaves one."""
+    torch.manual_seed(5)
+    model = adapted(lora_dropout=0.2)
+    if kind == "16 bits":
+        model.to(torch.bfloat16)
+    else:
+        config = {"target_modules": ["c_proj"], "task_type": "CAUSAL_LM", "fan_in_fan_out": True}
+        model.add_adapter("second", peft.LoraConfig(r=2, **config))
+        model.base_model.set_adapter(["default", "second"] if kind == "two active" else "default")
+    before, active = (
+        {name: (param, param.detach().clone()) for name, param in trainable_of(model)},
+        model.active_adapters,
+    )
+    modes = []
+
+    class Seen(DPTrainer):
+        def _mask(self, batch, before):
+            modes.append(self.model.training)
+            return super()._mask(batch, before)
+
+    changes = {"save_strategy": save, "learning_rate": 0.5}
+    trainer = trainer_of(tmp_path, model, texts(), kind=Seen, data_collator=pad, changes=changes)
+    trainer.train()
+    assert model.active_adapters == active
+    assert modes == [True] * 2
+    now = dict(trainable_of(model))
+    assert now.keys() == before.keys() == trainer._run.params.keys()
+    assert all(now[name] is param for name, (param, _) in before.items())
+    assert not any(torch.equal(now[name], value) for name, (_, value) in before.items())
+
+
+def trainable_of(model):
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
 class Forgets(DPTrainer):
