@@ -147,7 +147,9 @@ def _metrics_of_some(trainer: Any, dataset: Any) -> tuple[dict[str, Any], str | 
     how, advice = "eval_dataset to be evaluated as the run will", "It would have ended the run at its first evaluation."
     with tried(how, advice), evaluating(trainer.model), cpu_seeds(_KEY), torch_seed(_KEY, accelerators=False):
         records = read(dataset, spread(len(dataset), _EVALUATED))
-        batch = next(iter(trainer.get_eval_dataloader(records)))
+        # with workers that stay the Trainer would keep the loader of these few for all of its evaluations
+        once = changed(trainer, {"args": changed(trainer.args, {"dataloader_persistent_workers": False})})
+        batch = next(iter(once.get_eval_dataloader(records)))
         loss, predictions, labels = trainer.prediction_step(trainer.model, batch, alone)
         if not alone and predictions is not None and trainer.preprocess_logits_for_metrics is not None:
             predictions = trainer.preprocess_logits_for_metrics(predictions, labels)

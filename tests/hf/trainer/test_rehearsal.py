@@ -278,6 +278,17 @@ def test_a_rehearsal_changes_no_bit_of_the_run(tmp_path):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def test_an_evaluation_after_a_rehearsal_has_all_records(tmp_path):
+    """The Trainer keeps the first loader of a data set whose workers stay."""
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = trainer_of(
+        tmp_path, classifier(), ended(), eval_dataset=ended(40), data_collator=padded, changes={**EVERY, **workers},
+        compute_metrics=lambda prediction: {"records": len(prediction.label_ids)},
+    )  # fmt: skip
+    trainer.train()
+    assert [line["eval_records"] for line in trainer.state.log_history if "eval_records" in line] == [40, 40]
+
+
 def test_a_rehearsal_that_is_asked_for_waits_for_no_other_process(tmp_path, monkeypatch):
     """A dry run of the command does it on the one that writes, and the others have ended."""
     trainer = trainer_of(tmp_path, classifier(), ended(), data_collator=padded)
