@@ -9,13 +9,14 @@ of them is checked last, so that nothing gets past by another way.
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import not_
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dpfunc._utils.processes import is_dtensor
 from dpfunc._utils.validation import integer, positive, refuse, shorten, wrong_type
@@ -337,14 +338,24 @@ def refuse_environment(environment: Mapping[str, str], *, fsdp: bool = False) ->
     refuse_outside(LAUNCHER, {**environment, **({SWITCH: ""} if fsdp else {})}.get, " in the environment")
 
 
-def refuse_uploads(args: Any, environment: Mapping[str, str]) -> None:
-    """Refuse what sends checkpoints to a server: the key of the run is in them, and undoes the noise."""
+def refuse_uploads(args: Any, environment: Mapping[str, str], callbacks: Iterable[Any] = ()) -> None:
+    """Refuse what sends checkpoints to a server: the key of the run is in them, and undoes the noise.
+
+    A logger is asked for by its name in `report_to`, or is one of the callbacks.
+    """
     saving, found = word(args.save_strategy) != "no", []
+    asked = {name: f"report_to={name!r}" for name in args.report_to or ()}
+    for callback in callbacks:
+        kind = f"the callback {type(callback).__name__}"
+        names = [name for name, known in INTEGRATION_TO_CALLBACK.items() if isinstance(callback, known)]
+        asked = {**dict.fromkeys(names, kind), **asked}
+        if saving and "neptune" in names and getattr(callback, "_log_checkpoints", None):
+            found.append((f"{kind} with log_checkpoints", "Leave log_checkpoints out"))
     for name, variable, default, harmless in _UPLOADS:
         value = environment.get(variable, default)
-        if saving and name in (args.report_to or ()) and word(value) not in harmless:
+        if saving and name in asked and word(value) not in harmless:
             advice = {"": "Take another logger"}.get(variable, f"Set {variable}=false in the environment")
-            found.append((f"report_to={name!r}" + f" and {variable}={value!r}" * bool(variable), advice))
+            found.append((asked[name] + f" and {variable}={value!r}" * bool(variable), advice))
     if args.push_to_hub and word(args.hub_strategy) in ("checkpoint", "all_checkpoints"):
         found.append((f"hub_strategy={args.hub_strategy!r}", "Use 'end' or 'every_save'"))
     if found and not args.save_only_model:

@@ -5,6 +5,7 @@ May import: its folder, budget, evidence, rehearsal, release and below. Privacy 
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -321,7 +322,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """Refuse a model, an optimizer and callbacks with which a run would end, or train something else."""
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
-        refuse_callbacks(self.callback_handler.callbacks)
+        callbacks = self.callback_handler.callbacks
+        refuse_callbacks(callbacks)
+        settings.refuse_uploads(self.args, os.environ, callbacks)
 
     def _dry_run(self) -> TrainOutput:
         self.rehearse()

@@ -19,6 +19,7 @@ from launcher import PATHS
 from text_job import write_job
 from trainer_cases import again, classifier, labelled, same, trained, training_arguments
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import dpfunc
 from dpfunc.errors import DPFuncError, InvalidArgument
@@ -348,6 +349,30 @@ def test_loggers_that_send_checkpoints(tmp_path, monkeypatch, logger, values, al
     pushed = changed(training_arguments(tmp_path), {"push_to_hub": True, "hub_strategy": "checkpoint"})
     with pytest.raises(InvalidArgument, match="hub_strategy='checkpoint'.*holds the key"):
         trainer_of(pushed, classifier())
+
+
+@pytest.mark.parametrize("name", ["wandb", "neptune"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_logger_among_the_callbacks_sends_no_checkpoint(tmp_path, monkeypatch, name, late):
+    """As those of `report_to`, whoever has made it, and whenever the Trainer has got it."""
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+
+    class Mine(INTEGRATION_TO_CALLBACK[name]):
+        _log_checkpoints, _volatile_checkpoints_dir, _run, _stop_run_if_exists = "last", None, None, lambda self: None
+
+        def __init__(self):
+            """No package of a logger is here."""
+
+    given = {} if late else {"callbacks": [Mine()]}
+    args = training_arguments(tmp_path, save_strategy="steps", max_steps=2)
+    trainer = DPTrainer(classifier(), args, privacy=PRIVACY, train_dataset=labelled(), **given)
+    if late:
+        trainer.add_callback(Mine())
+    for act in (trainer.rehearse, trainer.train):
+        with pytest.raises(InvalidArgument, match="callback Mine.*holds the key of the run"):
+            act()
+    assert trainer.ledger.num_steps == 0
+    settings.refuse_uploads(changed(args, {"save_only_model": True}), {}, [Mine()])
 
 
 def missing(names, owner):
