@@ -154,8 +154,9 @@ def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
     except NotWritten:  # no fault of the run: the search goes on from here
         raise
     except (DPFuncError, ArithmeticError, RuntimeError, ValueError) as error:
-        # A run that fails counts as the worst: without it the number of runs would depend on the data.
-        return replace(state, done=done, failure=state.failure or f"{type(error).__name__}: {error}")
+        # A run that fails counts as the worst: without it the number of runs would depend on the data. Its message may
+        # quote a record.
+        return replace(state, done=done, failure=state.failure or f"{type(error).__name__} in a run")
     found = noisy(value, search.score_noise, fold_in(key, "score"))
     if state.score is not None and found <= state.score:
         return replace(state, done=done)

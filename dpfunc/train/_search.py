@@ -22,7 +22,7 @@ from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
 from dpfunc.train.config import ADAPTERS, FEATURES, Job
-from dpfunc.train.run import Prepared, check_packed
+from dpfunc.train.run import Prepared, check_packed, rehearse
 from dpfunc.train.tables import same_file
 from dpfunc.types import schedule_at
 
@@ -85,6 +85,10 @@ def prepare_search(
         size = job.privacy.public_size(len(records.train))
     else:
         records, size = _public_records(job, public, processing)
+    expect(
+        records.evaluation, "records to compare on", "data.eval_fraction", job.data.eval_fraction or _HELD_OUT,
+        "The table is too small.",
+    )  # fmt: skip
     earlier = folders.spent_before(job)
     folders.check_spent_units(job)
     found = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
@@ -92,6 +96,9 @@ def prepare_search(
     if runs is None:
         return Search(job, tuple(_on_public(candidate) for candidate in found), records, size, spent)
     cost = record.search_cost(runs, [each.plan.ledger() for each in found], score_noise, found[0].plan.delta, spent)
+    # what would end each of its runs would cost the whole budget and release nothing; a rate alone ends none
+    for each in {str({**one.values, "learning_rate": None}): one for one in found}.values():
+        rehearse(each.prepared)
     return Search(job, found, records, size, spent, runs, score_noise, cost)
 
 
@@ -131,7 +138,6 @@ def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, i
     share = job.data.eval_fraction or _HELD_OUT
     data = replace(job.data, train=str(public), eval=None, spent=None, eval_fraction=share)
     records = read_records(replace(job, data=data), processing)
-    expect(records.evaluation, "public records to compare on", "data.eval_fraction", share, "The table is too small.")
     order = stream(key_of(job, "public records")).permutation(len(records.train))[:size]
     return replace(records, train=tuple(records.train[row] for row in order)), size
 

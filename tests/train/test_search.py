@@ -322,7 +322,7 @@ def test_a_full_disk_is_no_run_that_fails(search, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("runs", "why"), [(RUNS, "FloatingPointError: no number"), (RunCount(1.0, math.inf), "no run was drawn")]
+    ("runs", "why"), [(RUNS, "FloatingPointError in a run"), (RunCount(1.0, math.inf), "no run was drawn")]
 )
 def test_no_run_is_released(search, monkeypatch, runs, why):
     MadeUpRuns(monkeypatch, failing=range(100))
@@ -409,6 +409,7 @@ def test_another_search_is_not_resumed(search, monkeypatch, name):
 NOT_PRIVATE = {  # flags, settings, message
     "no part to compare on": (["--eval_fraction", "0"], {}, "eval_fraction > 0"),
     "another table": (["--data.eval", "mails.jsonl"], {}, "eval_fraction > 0"),
+    "a part without a record": (["--eval_fraction", "1e-9"], {}, "records to compare on"),
     "replaced records": (["--dp-adjacency", "replace_one"], {}, "add_remove or zero_out"),
     "a noise multiplier": (["--dp-noise-multiplier", "1"], {}, "budget of the whole search"),
     "a logger": (["--report-to", "tensorboard"], {}, "shows each run"),
@@ -440,3 +441,25 @@ def test_a_search_takes_the_rest_of_a_budget(place, tmp_path, monkeypatch):
     assert budget.account().closed
     with pytest.raises(BudgetExhausted, match="A search has reserved all"):
         budget.reserve(Ledger((Event(1.0, 100.0, 1),)), "later", unit=ONE_RECORD)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer", "adamm"], "adamm is not a valid OptimizerNames"),
+        (["--scheduler", "cosine_with_min_lr"], "min_lr"),  # which its schedule lacks: found where it is made
+    ],
+)
+def test_a_fault_of_every_run_is_found_before_the_budget_is_reserved(place, tmp_path, monkeypatch, flags, message):
+    """Each run would fail, as one that counts: the whole budget would be spent, and nothing released."""
+    budget = Budget(tmp_path / "budget.db").create(
+        epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"]
+    )
+    monkeypatch.chdir(place[0])
+    names = ("--budget", str(tmp_path / "budget.db"), "--budget_run", "search", "--budget_spender", "ana")
+    with pytest.raises(ValueError, match=message):
+        run_search(prepare_search(
+            all_trials(*names, *flags, "--output_dir", str(tmp_path / "run"), factors=None), **SETTINGS
+        ))  # fmt: skip
+    assert not budget.account().entries
+    assert not (tmp_path / "run").exists()
