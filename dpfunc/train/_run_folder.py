@@ -27,7 +27,7 @@ MODEL = "model"
 JOB_FILE = "job.json"
 # A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
 _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
-_PERSON = "one person: all records with the same value of the unit column"
+_PERSON = "one person: all records with the same value of the column {!r}"
 
 
 def write_job(job: Job, filled: Job, reasons: Mapping[str, str], folder: Path, insecure_seed: int | None) -> None:
@@ -175,7 +175,11 @@ def check_accounting(folder: Path) -> None:
 
 def unit_of(job: Job) -> str:
     """The unit that the job protects, in the words of its accounting."""
-    return ONE_RECORD if job.data.unit_column is None else _PERSON
+    return _unit(job.data.unit_column)
+
+
+def _unit(column: str | None) -> str:
+    return ONE_RECORD if column is None else _PERSON.format(column)
 
 
 def budget_of(job: Job) -> Budget | None:
@@ -213,8 +217,6 @@ def _unit_of_run(path: Path) -> str | None:
         match values:
             case {"unit": str() as unit}:
                 return unit
-            case {"job": {"data": {"unit_column": str()}}}:
-                return _PERSON
-            case {"job": {"data": dict()}}:
-                return ONE_RECORD
+            case {"job": {"data": dict() as data}}:
+                return _unit(data.get("unit_column"))
     return None

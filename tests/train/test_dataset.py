@@ -342,7 +342,7 @@ def test_evaluation_from_a_table_of_its_own(place):
 
 # People as the unit: what is one person, what a person gives, and what is refused
 
-UNIT = "one person: all records with the same value of the unit column"
+UNIT = "one person: all records with the same value of the column 'author'"
 PEOPLE = ["--unit_column", "author", "--max_records_per_unit", "3"]
 
 
@@ -497,6 +497,19 @@ def test_a_row_that_is_nobodys_is_refused(tmp_path, values, message):
     with pytest.raises(InvalidArgument, match=message) as caught:
         read_table(tmp_path / "mails.jsonl", ["text", "author"], unit="author")
     assert "secret" not in str(caught.value)
+
+
+def test_costs_of_people_by_another_column_do_not_add_up(finished, monkeypatch):
+    """A budget, and earlier runs, are about the people of one column: those of another one are others."""
+    place, _ = finished
+    monkeypatch.chdir(place)
+    of_texts = ["--unit_column", "text", "--max_records_per_unit", 1, "--batch_size", 6, "--dp_delta", 1e-3]
+    for spent in ("run/privacy_accounting.json", "run/privacy_journal.jsonl"):
+        refused = train(*of_texts, "--dp_epsilon", 20, "--output_dir", "next", "--dry-run", "--spent", spent)
+        assert refused.exit_code == 1
+        assert "got data.spent=" in refused.stderr
+        assert "the column 'author'" in refused.stderr
+        assert "the column 'text'" in refused.stderr
 
 
 def test_a_head_over_people_and_its_twin(place):
