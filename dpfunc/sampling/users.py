@@ -3,6 +3,7 @@
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
+import unicodedata
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,9 +128,25 @@ def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
                 "name of its own if it is nobody else's."
             )
         rows.setdefault(person, []).append(number)
-    if len({repr(person) for person in rows}) < len(rows):
-        raise InvalidArgument("Expected persons that differ in their repr. Use strings or numbers.")
+    if len({spelling(person) for person in rows}) < len(rows):
+        raise InvalidArgument(
+            f"Expected each person in one spelling, got two whose values look the same: {LOOK_THE_SAME} would make two "
+            "people of one, each of them protected for itself. Write each of them in one way."
+        )
     return rows
+
+
+LOOK_THE_SAME = 'spaces, signs that do not show, two ways to write an accent, or a number and its text (7 and "7")'
+
+
+def spelling(person: Hashable) -> str:
+    """What a reader sees of a value that says who a person is: two people whose values differ in nothing else are one.
+
+    >>> spelling(" ann\\u200b  lee ") == spelling("ann lee"), spelling("Zoe\\u0301") == spelling("Zo\\u00e9")
+    (True, True)
+    """
+    shown = "".join(sign for sign in unicodedata.normalize("NFKC", str(person)) if sign.isprintable() or sign.isspace())
+    return " ".join(shown.split())
 
 
 def _chosen(own: list[int], cap: int, key: Key, person: Hashable) -> list[int]:

@@ -25,6 +25,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.hf import pairs
 from dpfunc.hf.chats import written_turns
 from dpfunc.hf.vision_language._images import is_image
+from dpfunc.sampling.users import LOOK_THE_SAME, spelling
 
 Row = dict[str, str]
 """Column -> text. Private."""
@@ -89,6 +90,12 @@ def read_table(
         for number, row in _rows(file, columns)
     }
     refuse((not found, f"Expected records in {str(file)!r}, got none."))
+    people = {row[unit] for row in found.values()} if unit is not None else set()
+    refuse(
+        (len({*map(spelling, people)}) < len(people),
+         f"Expected each person in one spelling in the column {unit!r} of {file.name}, got two whose values look the "
+         f"same: {LOOK_THE_SAME} would make two people of one. Write each of them in one way."),
+    )  # fmt: skip
     return _table(found, columns, deduplicate)
 
 
@@ -265,14 +272,10 @@ def _row(
             )
     if unit is None:
         return values
-    plain = values[unit].strip()
     refuse(
-        (isinstance(row[unit], bool) or not isinstance(row[unit], str | int) or not plain,
+        (isinstance(row[unit], bool) or not isinstance(row[unit], str | int) or not spelling(values[unit]),
          f"Expected a person in the column {unit!r} {where}: a text that is not empty, or a whole number. "
          "Leave the row out, or give it a name of its own if it is nobody else's."),
-        (values[unit] != plain,
-         f"Expected a person without spaces around in the column {unit!r} {where}: with and "
-         "without them a name would be two people."),
     )  # fmt: skip
     return values
 

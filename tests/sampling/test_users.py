@@ -195,6 +195,8 @@ BAD = {
     "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
     "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
     "one string": (lambda: group_by_person("ab", max_texts=1, key=KEY), "one person a row"),
+    "a number and its text": (lambda: group_by_person([7, "7"], max_texts=1, key=KEY), "one spelling, got two"),
+    "signs that do not show": (lambda: group_by_person(["a", "a\u200b"], max_texts=1, key=KEY), "one spelling"),
     "nobody": (lambda: group_by_person(["a", None], max_texts=1, key=KEY), "None in row 1"),
     "NaN": (lambda: group_by_person(["a", float("nan")], max_texts=1, key=KEY), "nan in row 1"),
     "too few texts": (

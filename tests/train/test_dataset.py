@@ -483,7 +483,7 @@ NOBODYS = {  # the value of one row -> message
     "missing in a chat": ({"messages": [{"role": "user", "content": "secret"}]}, f"{NOBODY} of mails.jsonl, got a row"),
     "null": ({"author": None}, NOBODY),
     "a list": ({"author": ["secret"]}, "Expected a text in the column 'author' in row 2"),
-    "spaces around": ({"author": "secret "}, "Expected a person without spaces around"),
+    "no sign that shows": ({"author": "\u200b "}, NOBODY),
     **{str(value): ({"author": value}, NOBODY) for value in ("", "  ", 7.5, float("nan"), True)},
 }
 
@@ -497,6 +497,17 @@ def test_a_row_that_is_nobodys_is_refused(tmp_path, values, message):
     with pytest.raises(InvalidArgument, match=message) as caught:
         read_table(tmp_path / "mails.jsonl", ["text", "author"], unit="author")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["secret ", "secret\u200b", "sec\u00adret", "s\u0065cret\ufeff", "\uff53ecret"])
+def test_one_person_in_two_spellings_is_refused(tmp_path, other):
+    """Nobody can see that they are two: each would be protected for itself, and one could be held out."""
+    table = [{**row, "author": author} for row, author in zip(rows(3), ("secret", other, "ann"), strict=True)]
+    write_rows(tmp_path / "mails.jsonl", table)
+    with pytest.raises(InvalidArgument, match="Expected each person in one spelling in the column 'author'") as caught:
+        read_table(tmp_path / "mails.jsonl", ["text", "author"], unit="author")
+    assert "secret" not in str(caught.value)
+    assert read_table(write_rows(tmp_path / "one.jsonl", table[1:]), ["text", "author"], unit="author")
 
 
 def test_costs_of_people_by_another_column_do_not_add_up(finished, monkeypatch):
