@@ -344,18 +344,18 @@ def refuse_uploads(args: Any, environment: Mapping[str, str], callbacks: Iterabl
     A logger is asked for by its name in `report_to`, or is one of the callbacks.
     """
     saving, found = word(args.save_strategy) != "no", []
-    asked = {name: f"report_to={name!r}" for name in args.report_to or ()}
+    loggers = {name: f"report_to={name!r}" for name in args.report_to or ()}
     for callback in callbacks:
         kind = f"the callback {type(callback).__name__}"
         names = [name for name, known in INTEGRATION_TO_CALLBACK.items() if isinstance(callback, known)]
-        asked = {**dict.fromkeys(names, kind), **asked}
+        loggers = {**dict.fromkeys(names, kind), **loggers}
         if saving and "neptune" in names and getattr(callback, "_log_checkpoints", None):
             found.append((f"{kind} with log_checkpoints", "Leave log_checkpoints out"))
     for name, variable, default, harmless in _UPLOADS:
         value = environment.get(variable, default)
-        if saving and name in asked and word(value) not in harmless:
+        if saving and name in loggers and word(value) not in harmless:
             advice = {"": "Take another logger"}.get(variable, f"Set {variable}=false in the environment")
-            found.append((asked[name] + f" and {variable}={value!r}" * bool(variable), advice))
+            found.append((loggers[name] + f" and {variable}={value!r}" * bool(variable), advice))
     if args.push_to_hub and word(args.hub_strategy) in ("checkpoint", "all_checkpoints"):
         found.append((f"hub_strategy={args.hub_strategy!r}", "Use 'end' or 'every_save'"))
     if found and not args.save_only_model:
