@@ -36,7 +36,7 @@ from benchmarks.engines.problem import Problem
 from benchmarks.measure import in_turn, statistics_of, timed
 from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
 from dpfunc import clipping, distributed, sampling
-from dpfunc._utils.processes import checksum
+from dpfunc._utils.digests import checksum
 from dpfunc.distributed._agreement import agree, summarize
 from dpfunc.distributed._reduce import noise_windows, sum_over
 from dpfunc.noise import Turn, gaussian

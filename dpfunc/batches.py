@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpfunc._utils.processes import checksum_and_marks, in_hex, local, on_any_process
+from dpfunc._utils.digests import checksum_and_marks, in_hex
+from dpfunc._utils.parts import local
+from dpfunc._utils.processes import on_any_process
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params

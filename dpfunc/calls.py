@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfunc import errors
 from dpfunc._utils.memory import objects_of
-from dpfunc._utils.processes import local
+from dpfunc._utils.parts import local
 from dpfunc._utils.validation import shorten, warn
 from dpfunc.types import Params
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import out_of_memory
-from dpfunc._utils.processes import is_dtensor, process_context
+from dpfunc._utils.parts import is_dtensor
+from dpfunc._utils.processes import process_context
 from dpfunc._utils.validation import fail, integer, one_of, refuse
 from dpfunc.batches import batch_size, check_params, refuse_narrow_range, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, of_run, partition, safe_factors

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc import errors
-from dpfunc._utils.processes import checksum, digest, is_dtensor, shard_dims
+from dpfunc._utils.digests import checksum, digest
+from dpfunc._utils.parts import is_dtensor, shard_dims
 from dpfunc._utils.validation import expect, integer, refuse, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.batches import check_params, refuse_narrow_range

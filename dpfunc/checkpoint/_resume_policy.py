@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dpfunc._utils.processes import is_dtensor
+from dpfunc._utils.parts import is_dtensor
 from dpfunc._utils.validation import one_of, refuse, shorten, unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint._format import difference, key_of, state_from_dict

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import distributed, is_dtensor, local, shard_dims
+from dpfunc._utils.parts import distributed, is_dtensor, local, shard_dims
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.checkpoint._format import describe
 from dpfunc.checkpoint.folder import METADATA

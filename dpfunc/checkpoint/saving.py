@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dpfunc._utils.files import SAVING, remove, sha256, sweep, sync_directory, sync_file
 from dpfunc._utils.locks import in_use
-from dpfunc._utils.processes import is_dtensor
+from dpfunc._utils.parts import is_dtensor
 from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten, wrong_type
 from dpfunc.checkpoint import _format as form
 from dpfunc.checkpoint import folder

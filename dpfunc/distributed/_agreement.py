@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.processes import checksum, digest, in_hex, is_dtensor, shard_dims, window
+from dpfunc._utils.digests import checksum, digest, in_hex
+from dpfunc._utils.parts import is_dtensor, shard_dims, window
 from dpfunc.batches import batch_size, check_finite, digest_and_mark, pad_rows, refuse_sums, signature, tree_map
 from dpfunc.distributed._object_collectives import any_rank, gathered_rows
 from dpfunc.distributed._reduce import check_placements, in_step

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import arrived, checksum, digest, in_hex, reason_of_failed, shard_dims, tell
+from dpfunc._utils.digests import checksum, digest, in_hex
+from dpfunc._utils.parts import shard_dims
+from dpfunc._utils.processes import arrived, reason_of_failed, tell
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument, RankMismatch, StepAborted

@@ -13,16 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import (
-    Window,
-    arrived,
-    distributed,
-    is_dtensor,
-    local,
-    message_device,
-    process_context,
-    shard_dims,
-)
+from dpfunc._utils.parts import Window, distributed, is_dtensor, local, shard_dims
+from dpfunc._utils.processes import arrived, message_device, process_context
 from dpfunc._utils.validation import shorten
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over
 from dpfunc.engines._numerics import accumulation_dtype

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.processes import is_dtensor, is_independent, local
+from dpfunc._utils.parts import is_dtensor, local
+from dpfunc._utils.processes import is_independent
 from dpfunc._utils.validation import expect, integer, refuse, shorten
 from dpfunc.distributed._reduce import scattered
 from dpfunc.distributed.ranks import Ranks

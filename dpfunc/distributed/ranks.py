@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import broken, initialized, is_dtensor, message_device, shard_dims
+from dpfunc._utils.parts import is_dtensor, shard_dims
+from dpfunc._utils.processes import broken, initialized, message_device
 from dpfunc._utils.validation import expect, fail
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.types import Batch

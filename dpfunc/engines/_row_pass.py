@@ -18,7 +18,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.processes import failed, is_dtensor, on_any_process
+from dpfunc._utils.parts import is_dtensor
+from dpfunc._utils.processes import failed, on_any_process
 from dpfunc.batches import own_memory, take, tree_leaves
 from dpfunc.engines._batching import by_rows, verified
 from dpfunc.engines._book_keeping import WITH_PARAMETERS, registered

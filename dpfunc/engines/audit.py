@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.processes import failed, in_lockstep, local, on_any_rank, shard_like
+from dpfunc._utils.parts import local, shard_like
+from dpfunc._utils.processes import failed, in_lockstep, on_any_rank
 from dpfunc.batches import row_alone
 from dpfunc.engines._guards.kept_state import is_changed, python_state
 from dpfunc.engines._numerics import TOLERANCES, accumulation_dtype, lengths, tolerance_of

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dpfunc._utils.processes import in_lockstep, local, local_like, on_any_process, refused_by_all
+from dpfunc._utils.parts import local, local_like
+from dpfunc._utils.processes import in_lockstep, on_any_process, refused_by_all
 from dpfunc.batches import Memo, batch_size, row_alone, tree_leaves, tree_map
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._guards import loss as checks

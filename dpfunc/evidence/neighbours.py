@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfunc._utils.digests import digest
 from dpfunc._utils.files import replace_file
-from dpfunc._utils.processes import digest
 from dpfunc._utils.validation import integer, refuse, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import BudgetExhausted, InsecureKeyWarning, InvalidArgument, NoGradientWarning, RunWarning

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.processes import checksum
+from dpfunc._utils.digests import checksum
 from dpfunc.batches import tree_map
 from dpfunc.distributed._agreement import Rows
 from dpfunc.noise import Mechanism, Noise, Run, Turn

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfunc._utils.processes import any_fully_sharded, initialized, is_independent
+from dpfunc._utils.parts import any_fully_sharded
+from dpfunc._utils.processes import initialized, is_independent
 from dpfunc._utils.validation import apart, shorten
 from dpfunc.engines._guards.loss import (
     refuse_reentrant,

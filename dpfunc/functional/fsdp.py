@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpfunc._utils.processes import AllGather, fsdp_class, is_dtensor, over_gloo
+from dpfunc._utils.parts import fsdp_class, is_dtensor
+from dpfunc._utils.processes import AllGather, over_gloo
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import UnsupportedModel
 from dpfunc.functional.names import outermost

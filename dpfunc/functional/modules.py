@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpfunc._utils.processes import local
+from dpfunc._utils.parts import local
 from dpfunc._utils.validation import shorten, warn
 from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import fsdp

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpfunc._utils.processes import Window, local, window
+from dpfunc._utils.parts import Window, local, window
 from dpfunc._utils.validation import one_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _chacha as chacha

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfunc._utils.processes import distributed, local
+from dpfunc._utils.parts import distributed, local
 from dpfunc._utils.validation import expect, one_of, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise._streams import Leaves, Source, standard_normal

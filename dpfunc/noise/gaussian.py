@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dpfunc._utils.processes import Window, distributed, local
+from dpfunc._utils.parts import Window, distributed, local
 from dpfunc._utils.validation import fail, non_negative, one_of, positive, refuse
 from dpfunc.batches import own_digest
 from dpfunc.errors import InvalidArgument, StateReused

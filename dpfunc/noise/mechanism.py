@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from dpfunc._utils.processes import Window
+from dpfunc._utils.parts import Window
 from dpfunc.noise._streams import Source
 from dpfunc.rng import Key
 from dpfunc.types import Allocation, ClippedSum, Event, Params, Schedule

@@ -21,7 +21,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import clipping, distributed, sampling
-from dpfunc._utils.processes import is_dtensor, local
+from dpfunc._utils.parts import is_dtensor, local
 from dpfunc.batches import take
 from dpfunc.distributed import ranks as processes
 from dpfunc.distributed.fsdp import functionalize_managed

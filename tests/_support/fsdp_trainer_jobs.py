@@ -11,7 +11,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import distributed
-from dpfunc._utils.processes import is_dtensor, local
+from dpfunc._utils.parts import is_dtensor, local
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 

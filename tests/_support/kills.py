@@ -31,7 +31,7 @@ from text_job import write_job
 
 import dpfunc
 from dpfunc import clipping, sampling
-from dpfunc._utils.processes import local
+from dpfunc._utils.parts import local
 from dpfunc.batches import take
 from dpfunc.checkpoint import load, save
 from dpfunc.checkpoint.journal import Journal, journal_ledger, read_steps

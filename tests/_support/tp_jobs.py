@@ -18,7 +18,7 @@ from workers import caught
 
 import dpfunc
 from dpfunc import clipping, distributed, engines, sampling
-from dpfunc._utils.processes import distributed as whole_of
+from dpfunc._utils.parts import distributed as whole_of
 from dpfunc.batches import rows, take
 from dpfunc.engines.audit import rounded_params
 from dpfunc.errors import DPFuncError

@@ -18,7 +18,7 @@ from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from randomgen import UserBitGenerator
 from scipy import stats
 
-from dpfunc._utils.processes import Window
+from dpfunc._utils.parts import Window
 from dpfunc.errors import InvalidArgument
 from dpfunc.noise import _streams as streams
 from dpfunc.noise._streams import TILE, device_normal, secure_normal, standard_normal, tiles

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfunc._utils.processes import initialized, is_dtensor
+from dpfunc._utils.parts import is_dtensor
+from dpfunc._utils.processes import initialized
 from dpfunc._utils.validation import shorten
 from dpfunc.engines._numerics import COARSE, TOLERANCES, lengths
 from dpfunc.errors import UnsupportedModel

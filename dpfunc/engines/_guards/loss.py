@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
-from dpfunc._utils.processes import in_lockstep, is_dtensor
+from dpfunc._utils.parts import is_dtensor
+from dpfunc._utils.processes import in_lockstep
 from dpfunc._utils.validation import shorten
 from dpfunc.batches import tree_leaves
 from dpfunc.engines._levels import is_dead, is_row, is_row_of_earlier

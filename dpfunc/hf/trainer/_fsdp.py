@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dpfunc import distributed
-from dpfunc._utils.processes import checksum, in_hex, is_dtensor
+from dpfunc._utils.digests import checksum, in_hex
+from dpfunc._utils.parts import is_dtensor
 from dpfunc._utils.validation import fail, refuse, shorten, suggestion
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel

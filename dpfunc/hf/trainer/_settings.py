@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dpfunc._utils.processes import is_dtensor
+from dpfunc._utils.parts import is_dtensor
 from dpfunc._utils.validation import integer, positive, refuse, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
