@@ -442,6 +442,8 @@ _EACH = {
 _OUTSIDE = ("greater_than", "greater_than_equal", "less_than")
 _LONGEST = 200  # characters of a value in a message
 _UNKNOWN = "unexpected_keyword_argument"
+for _option in dataclasses.fields(PrivacyArguments):  # an HfArgumentParser that saw them took None out of their types
+    _option.type = get_type_hints(PrivacyArguments)[_option.name]
 _JOBS = TypeAdapter(Job)
 SECTIONS = {
     name: kind

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import datetime
 import functools
+import importlib.util
 
 import pytest
+from transformers import HfArgumentParser
 
 from dpfunc.errors import InvalidArgument
-from dpfunc.train.config import job_from_dict
+from dpfunc.hf import PrivacyArguments
+from dpfunc.train.config import job_from_dict, job_to_dict
 
 VALUES = {
     "task": "causal_lm",
@@ -106,6 +109,16 @@ def test_contradictions_between_sections_are_refused(message):
     }
     with pytest.raises(InvalidArgument, match=message):
         job_from_dict({**VALUES, **new})
+
+
+def test_types_are_those_of_the_source_whatever_parser_saw_the_arguments_before():
+    """HfArgumentParser writes types without None into the fields of a dataclass, which pydantic reads."""
+    HfArgumentParser([PrivacyArguments])
+    again = importlib.util.module_from_spec(importlib.util.find_spec("dpfunc.train.config"))
+    again.__spec__.loader.exec_module(again)  # as in a process that imports it then
+    values = job_to_dict(job_from_dict(VALUES))
+    assert values["privacy"]["dp_noise_multiplier"] is None
+    assert again.job_to_dict(again.job_from_dict(values)) == values
 
 
 @pytest.mark.parametrize("name", ["task", "output_dir", "model", "data", "privacy"])
