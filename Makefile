@@ -63,7 +63,9 @@ downloads: $(VENV)/dev .cache/dp_accounting/installed
 
 # Tests start many processes, and each would compile the source anew where the environment forbids to keep bytecode.
 # Files begin in the order of tests/conftest.py.
-PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# One process more than there are cores: tests of several processes, and of programs, wait for theirs a quarter of the time.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Lines of dpfunc that the tests run in their own processes; those of the programs that they start are not seen.
 MEASURED := -m slipcover --source dpfunc --json --out build/coverage.json
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python
