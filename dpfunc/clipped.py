@@ -7,7 +7,7 @@ The algorithm is `ClippedGrad._clip_and_sum`, for each microbatch.
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -68,6 +68,7 @@ class StepClip:
 
     def bounds(self, group_names: tuple[str, ...]) -> dict[str, float]:
         """The bounds that are left to the clip groups, and those of the statistics."""
+        self._refuse_taken(group_names)
         bounds = group_bounds(self.rule.clip_norm, group_names)
         rest = math.sqrt(1 - sum(each.share for each in self.beside.values()))
         left = {group: bound * rest for group, bound in bounds.items()}
@@ -78,11 +79,16 @@ class StepClip:
 
     def with_leaves(self, params: Params) -> Params:
         """Parameters, and one for each kind of statistics, for what lays noise out as them."""
-        if taken := [leaf for leaf in self.beside if leaf in params]:
-            raise fail(f"no parameter of the name {taken[0]}", "params", taken[0], "Rename it: statistics have it.")
+        self._refuse_taken({*params, *partition(self.rule.groups, tuple(params)).group_names})
         device = next(iter(params.values())).device
         leaves = {leaf: torch.zeros(each.num_values, device=device) for leaf, each in self.beside.items()}
         return {**params, **leaves} if leaves else params
+
+    def _refuse_taken(self, names: Collection[str]) -> None:
+        """Refuse names of statistics for others: the sums and the bounds of both would be one."""
+        if taken := [leaf for leaf in self.beside if leaf in names]:
+            raise fail(f"no parameter and no clip group of the name {taken[0]}", "name", taken[0],
+                       "Rename it: statistics have it.")  # fmt: skip
 
     def with_totals(self, clipped: ClippedSum, unreleased: Unreleased, bounds: Mapping[str, float]) -> ClippedSum:
         """The clipped sum with those of the statistics of the same records. UNRELEASED, as what goes in."""

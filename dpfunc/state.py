@@ -211,10 +211,12 @@ def step_events(plan: Plan, state: StepState, start: int, stop: int) -> tuple[Ev
 
 
 def plan_digest(plan: Plan) -> str:
-    """A digest of a plan, to tell two plans apart: of its repr, and of the fields of a part without a repr."""
-    parts = (plan.sampler, plan.clip, plan.noise)
+    """A digest of a plan, to tell two plans apart: of its repr, of the fields of a part without a repr, and of all
+    that it counts as spent, of which the repr has six digits of the first kinds."""
+    parts = (plan.sampler, plan.clip, plan.noise, getattr(plan.noise, "strategy", None))
     plain = [sorted(vars(part).items()) for part in parts if type(part).__repr__ is object.__repr__]
-    return f"{digest(stable_repr((plan, plain) if any(plain) else plan)):016x}"
+    spent = plan.spent.to_json() if plan.spent is not None and plan.spent.events else ""
+    return f"{digest(stable_repr((plan, plain, spent) if any((*plain, spent)) else plan)):016x}"
 
 
 def stable_repr(value: object) -> str:

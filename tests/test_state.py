@@ -18,11 +18,14 @@ from run_cases import DATA, PLAN, Run, start, steps
 
 from dpfunc import Journal, make_dp_step, sampling, secure_key, take
 from dpfunc import state as state_module
+from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
 from dpfunc.errors import CheckpointError, InvalidArgument, RunWarning, SamplingMismatch, StateReused
-from dpfunc.noise import Gaussian
+from dpfunc.noise import Correlated, Gaussian
+from dpfunc.noise.strategies import LambdaCGD
 from dpfunc.rng import fingerprint
 from dpfunc.state import allow_repeat
+from dpfunc.types import Event
 
 
 def bent_loss(values, batch):
@@ -276,4 +279,22 @@ def test_plans_with_noise_without_a_repr_are_told_apart():
             self.check, self.events, self.mechanism = Gaussian().check, Gaussian().events, Gaussian().mechanism
 
     digests = [state_module.plan_digest(dataclasses.replace(PLAN, noise=Mine(level))) for level in (1.0, 1.0, 2.0)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_plans_are_told_apart_by_all_that_they_count_and_by_a_strategy_without_a_repr():
+    """The repr of a ledger has four kinds of steps in six digits; a checkpoint compares fields, a state this digest."""
+    first = [Event(0.1, 2.0 + i, 1) for i in range(4)]
+    digests = {
+        state_module.plan_digest(dataclasses.replace(PLAN, spent=Ledger((*first, last), PLAN.adjacency)))
+        for last in (Event(0.1, 9.0, 1), Event(0.1, 9.0 + 1e-9, 1), Event(0.1, 0.5, 1))
+    }
+    assert len(digests) == 3
+
+    class Mine(LambdaCGD):
+        __repr__ = object.__repr__
+
+    once = dataclasses.replace(PLAN, sampler=sampling.ShuffledOnce(60, 6), adjacency="zero_out")
+    noises = [Correlated(Mine(level)) for level in (0.25, 0.25, 0.5)]
+    digests = [state_module.plan_digest(dataclasses.replace(once, noise=noise)) for noise in noises]
     assert digests[0] == digests[1] != digests[2]

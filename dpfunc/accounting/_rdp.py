@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import DIRECTIONS, Array, log_ratios
+from dpfunc.accounting._losses import DIRECTIONS, Array, log_ratio, log_ratios
 from dpfunc.accounting.events import curve_of, divided
 from dpfunc.types import Adjacency, Event
 
@@ -56,7 +56,7 @@ def composed_curve(events: tuple[Event, ...], adjacency: Adjacency, orders: tupl
         total += as_float(event.num_steps) * curve
     for other in special:
         total += as_float(other.num_steps) * curve_of(other, DIRECTIONS[adjacency], np.array(orders))
-    return total
+    return np.where(np.isnan(total), np.inf, total)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,7 +96,7 @@ def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -
         log_normal = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi) / step)
         ahead, behind = log_ratios(q, sigma, x, "replace" if replace_one else "remove")
         log_terms = log_normal + a * ahead - (a - 1) * behind
-        curve[i] = max(0.0, float(logsumexp(log_terms))) / (a - 1) * (1 + 1e-12)
+        curve[i] = np.maximum(0.0, logsumexp(log_terms)) / (a - 1) * (1 + 1e-12)
     return curve
 
 
@@ -108,4 +108,4 @@ def convexity_bound(q: float, sigma: float, a: Array) -> Array:
     """
     with np.errstate(over="ignore"):
         exponent = (a - 1) * a / sigma / sigma / 2
-    return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + exponent) / (a - 1) * (1 + 1e-12))
+    return np.asarray(log_ratio(q, exponent) / (a - 1) * (1 + 1e-12))

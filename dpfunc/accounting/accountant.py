@@ -114,7 +114,7 @@ def cached_epsilon(
         ways = (_bounded(each, adjacency, delta, method, fine) for each in _ways(events))
         found = min(ways, key=operator.itemgetter(0))
     epsilon, named, note = found
-    return Guarantee(epsilon, delta, named, adjacency, note)
+    return Guarantee(epsilon if epsilon >= 0 else math.inf, delta, named, adjacency, note)  # of NaN nothing is known
 
 
 _Bound = tuple[float, Method, str]  # epsilon, the method that found it, and its note

@@ -17,7 +17,7 @@ import numpy as np
 from dpfunc._utils.validation import below_one, checked, expect, non_negative, positive, real
 from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import DIRECTIONS, Array, Atoms, Direction, TiltedUnavailable, tilt
+from dpfunc.accounting._losses import DIRECTIONS, Array, Atoms, Direction, TiltedUnavailable, log_ratio, tilt
 from dpfunc.accounting._pairs import CELLS, FINE_CELLS, LARGEST_LOSS, capped, epoch, laplace, stated
 from dpfunc.accounting.mechanisms import (
     DiscreteGaussian,
@@ -205,9 +205,7 @@ def has_both(event: Event) -> bool:
 
 def sampled_curve(q: float, curve: Array, orders: Array) -> Array:
     """The Renyi curve of a release on a Poisson sample: `e^((a - 1) D_a)` is jointly convex, for all neighbours."""
-    if q == 1:
-        return curve
-    return np.asarray(np.logaddexp(np.log1p(-q), np.log(q) + (orders - 1) * curve) / (orders - 1) * (1 + 1e-12))
+    return np.asarray(log_ratio(q, (orders - 1) * curve) / (orders - 1) * (1 + 1e-12))
 
 
 def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Array:
@@ -217,5 +215,5 @@ def curve_of(event: Event, directions: Iterable[Direction], orders: Array) -> Ar
     laws = [law_of(event, direction) for direction in directions]
     if not all(law.mass.any() for law in laws):
         return np.full(len(orders), np.inf)
-    logs = np.array([max(0.0, *(tilt(law, 1.0, a - 1).log_moment for law in laws)) for a in orders])
+    logs = np.array([np.max([0.0, *(tilt(law, 1.0, a - 1).log_moment for law in laws)]) for a in orders])
     return np.asarray(logs / (orders - 1) * (1 + 1e-12) + 1e-13)

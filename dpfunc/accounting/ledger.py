@@ -132,7 +132,13 @@ def _shown(event: Event) -> str:
     values = to_values(event)
     kind, steps = values.pop("kind", ""), values.pop("num_steps")
     names = {"sampling_prob": "q", "noise_multiplier": "sigma"}
-    return f"{kind}({', '.join(f'{names.get(name, name)}={value:g}' for name, value in values.items())}) x {steps}"
+    shown = (f"{names.get(name, name)}={in_short(value)}" for name, value in values.items())
+    return f"{kind}({', '.join(shown)}) x {steps}"
+
+
+def in_short(value: Any) -> str:
+    """A number of an event in six digits, or several."""
+    return f"{value:g}" if isinstance(value, float | int) else f"[{', '.join(map(in_short, value))}]"
 
 
 def compose(*ledgers: Ledger) -> Ledger:

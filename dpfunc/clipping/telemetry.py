@@ -20,6 +20,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.types import Unreleased
 
 LEAF = "(telemetry)"  # name of the statistics among the sums, and of their clip group
+_FAR = 1e100  # scaled numbers are at most so large, and so have a finite norm
 BELOW = "(below)"  # statistic of each clip group: 1 for a norm within the bound, else -1
 
 
@@ -80,7 +81,7 @@ class Statistic:
             scaled_BN = torch.nn.functional.one_hot(place_B, self.num_values).double()
         else:
             centre, width = self._unit
-            scaled_BN = (values_BN.nan_to_num() - centre) / width
+            scaled_BN = ((values_BN.nan_to_num() - centre) / width).clamp(-_FAR, _FAR)
             length = scaled_BN.abs() if self.size is None else scaled_BN.norm(dim=1, keepdim=True)
             scaled_BN = scaled_BN / length.clamp(min=1.0)
         return torch.where(finite_B, scaled_BN, torch.zeros_like(scaled_BN))

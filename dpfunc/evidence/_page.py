@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from dpfunc.accounting._trade_off import true_positives
+from dpfunc.accounting.ledger import in_short
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:44em;margin:2em auto;padding:0 1em;color:#111;background:#fff}"
@@ -103,7 +104,7 @@ def _events(events: Iterable[Mapping[str, Any]], none: str = "paid by an earlier
     """Sampling probability and noise of events; of one that is not plain also its kind, and what only it has."""
     shown = []
     for event in events:
-        more = [f"{name} {value:g}, " for name, value in event.items() if name not in _PLAIN]
+        more = [f"{name} {in_short(value)}, " for name, value in event.items() if name not in _PLAIN]
         kind = f"{event['kind']}: {''.join(more)}" if "kind" in event else ""
         shown.append(f"{kind}{event['sampling_prob']:g}, {event['noise_multiplier']:g}")
     return "; ".join(shown) or none

@@ -268,4 +268,4 @@ def _same(said: Any, found: Any) -> bool:
         return said.keys() == found.keys() and all(_same(said[name], value) for name, value in found.items())
     if isinstance(found, list):
         return len(said) == len(found) and all(map(_same, said, found))
-    return said == found or (isinstance(found, float) and math.isclose(said, found, rel_tol=ROUNDING, abs_tol=1e-9))
+    return said == found or (isinstance(found, float) and math.isclose(said, found, rel_tol=ROUNDING, abs_tol=1e-14))

@@ -25,6 +25,7 @@ from dpfunc.accounting import (
     epsilon,
 )
 from dpfunc.accounting._losses import DIRECTIONS
+from dpfunc.accounting._rdp import rdp_epsilon
 from dpfunc.accounting.events import law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import ADJACENCIES, Event
@@ -245,6 +246,20 @@ def test_a_tiny_delta_of_one_release_is_not_lost_in_rounding():
                 assert largest * (1 - 1e-9) <= epsilon(Ledger((event,)), delta).epsilon <= largest * (1 + 1e-9)
     nothing = MixtureOfGaussians(1.0, 1, distances=(0.0,), probs=(1.0,))
     assert epsilon(Ledger((nothing,)), 1e-9).epsilon == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of the absurd scale
+def test_a_cost_that_is_no_number_is_none_below_the_truth():
+    """`max(0.0, nan)` is 0.0, and a tiny Renyi curve of a sample was rounded to 0: both said that nothing was spent."""
+    for method in ("auto", "rdp"):
+        assert epsilon(Ledger((Laplace(1.0, 1e-306, 1),)), 1e-5, method).epsilon >= 1e305
+    whole = epsilon(Ledger((ZCDP(10**16, rho=1e-18),)), 1e-5).epsilon
+    found = [epsilon(Ledger((ZCDP(10**16, rho=1e-18, sampling_prob=q),)), 1e-5).epsilon for q in (0.3, 0.45, 0.6, 0.9)]
+    assert found == sorted(found)
+    assert 0.5 * whole < found[0] < found[-1] < whole
+    assert epsilon(Ledger((ZCDP(10**400, rho=1e-20, sampling_prob=0.5),)), 1e-5).epsilon == math.inf
+    lost = Event(0.5, 1e9, 10**9)  # costs little, and more than nothing
+    assert rdp_epsilon((lost,), "add_remove", 1e-5, (2.0,)) > -math.log(2) + math.log(1e5) - math.log(2)
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.03, 0.01, 1e-3])

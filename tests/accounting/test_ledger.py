@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpfunc._utils.validation import signed
-from dpfunc.accounting import Ledger, compose, schedule_ledger
+from dpfunc.accounting import Ledger, MixtureOfGaussians, compose, schedule_ledger
 from dpfunc.errors import InvalidArgument, LedgerConflict
 from dpfunc.types import ADJACENCIES, Event
 
@@ -103,3 +103,7 @@ def test_repr_is_short_and_says_what_was_spent():
     many = Ledger(tuple(Event(0.1, 1.0 + i, 1) for i in range(100)), "zero_out")
     assert repr(many).startswith("Ledger(100 steps, zero_out: (q=0.1, sigma=1) x 1 + ")
     assert repr(many).endswith("96 kinds more)")
+    mixed = Ledger((MixtureOfGaussians(2.0, 5, distances=(0.0, 1.0), probs=(0.75, 0.25)),))
+    assert repr(mixed) == (
+        "Ledger(5 steps, add_remove: mixture_of_gaussians(q=1, sigma=2, distances=[0, 1], probs=[0.75, 0.25]) x 5)"
+    )

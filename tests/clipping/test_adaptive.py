@@ -326,7 +326,7 @@ BAD = {
     ),
     "a name": (
         lambda: dpfunc.make_dp_step(linear_loss, plan_of()).init({RULE_LEAF: torch.zeros(2)}, dpfunc.secure_key()),
-        "no parameter of the name",
+        "no parameter and no clip group of the name",
     ),
     "groups": (
         lambda: dpfunc.make_dp_step(linear_loss, plan_of(Adaptive({"body": 1.0}))).init(

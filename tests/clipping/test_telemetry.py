@@ -18,7 +18,7 @@ from scipy import stats
 import dpfunc
 from dpfunc import checkpoint, clipping, sampling
 from dpfunc.checkpoint._format import plan_difference, plan_to_dict
-from dpfunc.clipped import make_clipped_grad
+from dpfunc.clipped import RULE_LEAF, make_clipped_grad
 from dpfunc.clipping import Statistic, Telemetry
 from dpfunc.clipping.telemetry import LEAF as _LEAF
 from dpfunc.engines.vmap_grad import ENGINES, engine_of
@@ -266,8 +266,30 @@ def test_a_loss_without_them_spends_nothing():
                 plan, batch, loss=lambda p, b: (loss_with_aux(p, b)[0], dict.fromkeys(("value", "load"), b["value"]))
             )
         )
-    with pytest.raises(InvalidArgument, match="no parameter of the name"):
+    with pytest.raises(InvalidArgument, match="no parameter and no clip group of the name"):
         dpfunc.make_dp_step(loss_with_aux, plan).init({_LEAF: torch.zeros(2)}, dpfunc.secure_key())
+
+
+@pytest.mark.parametrize("leaf", [_LEAF, RULE_LEAF])
+def test_a_clip_group_with_the_name_of_statistics_is_refused(leaf):
+    """Both had one bound and one sensitivity, so that the noise was too small by the square root of two."""
+    clip = clipping.Flat(1.0, clipping.ByName(dict.fromkeys(params(), leaf)))
+    if leaf == RULE_LEAF:
+        clip = clipping.Adaptive(1.0, quantile=0.5, share=0.1, groups=clip.groups)
+    step = dpfunc.make_dp_step(loss_with_aux, plan_of(clip=clip))
+    with pytest.raises(InvalidArgument, match="no clip group of the name"):
+        step.init(params(), dpfunc.secure_key())
+    with pytest.raises(InvalidArgument, match="no clip group of the name"):
+        step.clipped_grad.at(0, None if leaf == _LEAF else step.plan.clip.initial((leaf,))).bounds((leaf,))
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_number_at_the_end_of_float64_counts_as_its_bound(size):
+    """Scaled it was infinite, and its share of itself NaN: one record ended the run."""
+    far = torch.tensor([1.7e308, -1.7e308], dtype=torch.float64)[:, None].expand(2, size or 1)
+    scaled_BN = Statistic("value", high=0.1, size=size)._scaled(far if size else far[:, 0])
+    torch.testing.assert_close(scaled_BN.norm(dim=1), torch.ones(2, dtype=torch.float64))
+    assert bool((scaled_BN[0] > 0).all() and (scaled_BN[1] < 0).all())
 
 
 def test_a_replay_on_neighbours_holds():
