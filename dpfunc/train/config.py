@@ -272,6 +272,17 @@ class TrainingSection:
         )
 
 
+_NONE_BY_DEFAULT = frozenset(each.name for each in dataclasses.fields(PrivacyArguments) if each.default is None)
+
+
+def _given(values: object) -> object:
+    """Privacy arguments under their own names, without those that are None anyway: HfArgumentParser, where it has seen
+    the class, has taken None out of the types of its fields."""
+    own = own_names(values) if isinstance(values, Mapping) else {}
+    given = {name: value for name, value in own.items() if value is not None or name not in _NONE_BY_DEFAULT}
+    return given if isinstance(values, Mapping) else values
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A whole job; see docs/guides/train.md for every key. Values that contradict each other are refused."""
@@ -285,7 +296,7 @@ class Job:
     output_dir: str
     model: ModelSection = ModelSection()
     data: DataSection
-    privacy: Annotated[PrivacyArguments, BeforeValidator(lambda v: own_names(v) if isinstance(v, Mapping) else v)]
+    privacy: Annotated[PrivacyArguments, BeforeValidator(_given)]
     training: TrainingSection = TrainingSection()
     strategy: str = "lora"
     lora: LoraSection = LoraSection()
@@ -442,8 +453,6 @@ _EACH = {
 _OUTSIDE = ("greater_than", "greater_than_equal", "less_than")
 _LONGEST = 200  # characters of a value in a message
 _UNKNOWN = "unexpected_keyword_argument"
-for _option in dataclasses.fields(PrivacyArguments):  # an HfArgumentParser that saw them took None out of their types
-    _option.type = get_type_hints(PrivacyArguments)[_option.name]
 _JOBS = TypeAdapter(Job)
 SECTIONS = {
     name: kind
