@@ -30,6 +30,7 @@ JOURNAL = "privacy_journal.jsonl"
 FOLDER = "dpfunc"
 START = "checkpoint-0"  # before the first step; it stays until there is a later one
 _TRAINER_STATE = "trainer_state.json"
+_MARK = "checkpoint-is-incomplete.txt"  # of enable_jit_checkpoint, which removes it behind the Trainer's own save
 FILES = "trainer_files.json"  # a digest of every file that the Trainer has written into a checkpoint
 
 
@@ -37,7 +38,7 @@ def finish(checkpoint: Path, args: Any, state: Any) -> None:
     """Record the files that the Trainer has written, which makes the checkpoint complete; remove older checkpoints."""
     if (checkpoint / FOLDER).exists():
         names = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-        digests = {str(n): sha256(checkpoint / n) for n in names if n.parts[0] != FOLDER}
+        digests = {str(n): sha256(checkpoint / n) for n in names if n.parts[0] not in (FOLDER, _MARK)}
         folder.write_json(checkpoint / FOLDER / FILES, digests)
     if checkpoint.name == START:  # those of earlier runs stay until a step of this one is saved
         return

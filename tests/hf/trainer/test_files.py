@@ -11,6 +11,7 @@ import trainer_cases as cases
 from full_disk import allow
 from journal_cases import written
 from record_cases import record
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import dpfunc
 from dpfunc.checkpoint.chain import head_path, known_end
@@ -281,6 +282,22 @@ def test_no_checkpoint_is_removed_before_the_next_one_is_whole(killed, tmp_path,
         run(folder).train(resume_from_checkpoint=True)
     assert names(folder) == ["checkpoint-6", "checkpoint-9"]
     assert trainer_state.newest(folder).name == "checkpoint-6"
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_checkpoint_that_a_signal_asks_for_is_gone_on_from(uninterrupted, tmp_path, event):
+    """Transformers marks it as incomplete with a file, which it removes after all others are listed."""
+
+    def signalled(args, state, control):
+        (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+        manager.is_checkpoint_requested = True
+
+    changes = {"enable_jit_checkpoint": True}
+    trainer = run(tmp_path, key=KEY, changes=changes)
+    trainer.callback_handler.callbacks.insert(0, cases.at(event, signalled, 4))
+    trainer.train()
+    assert trainer.ledger.num_steps < 10
+    assert cases.same(cases.trained(resumed(tmp_path, changes=changes).model), cases.trained(uninterrupted.model))
 
 
 def test_a_checkpoint_between_gradients_and_optimizer_is_of_before_both(uninterrupted, tmp_path):
