@@ -53,7 +53,7 @@ class Tables:
     def refuse(self, *, known: bool, length: int, where: str) -> None:
         """Raise an error if not all token ids are known, or a row has more tokens than there are positions."""
         if not known or (self.positions is not None and length > self.positions):
-            raise InvalidArgument(self._refusal(f" {where}", "Nothing was spent."))
+            raise InvalidArgument(self._refusal(where, "Nothing was spent."))
 
     def _refusal(self, where: str, spent: str) -> str:
         longest = self.positions

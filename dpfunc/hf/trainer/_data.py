@@ -179,10 +179,19 @@ def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any
 
 
 def evaluated(eval_dataset: Any) -> dict[str, Any]:
-    """The data sets of which records can be read by their index, no streams, by names; one alone has the empty name."""
+    """The data sets of which records can be read by their index, no streams, by names; one alone has the empty name.
+
+    An empty one is refused.
+    """
     every = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     indexed = {name: each for name, each in every.items() if not isinstance(each, IterableDataset)}
-    return {name: each for name, each in indexed.items() if hasattr(each, "__len__") and len(each)}
+    found = {name: each for name, each in indexed.items() if hasattr(each, "__len__")}
+    if empty := [name or "eval_dataset" for name, each in found.items() if not len(each)]:
+        raise InvalidArgument(
+            f"Expected records in each data set to evaluate on, got none in {empty[0]!r}: an evaluation of it has no "
+            "loss and no metrics. Leave it out (eval_dataset=None), or look how it was split. Nothing was spent."
+        )
+    return found
 
 
 def _batches(dataset: Any, collate: Callable[[list[Any]], Any], name: str) -> Iterator[Mapping[str, Any]]:
@@ -218,13 +227,14 @@ def _check_tokens(
     tables = facts.tables
     known = (ids >= 0) & (ids < (tables.tokens or 0)) | torch.isin(ids, ids.new_tensor(elsewhere))
     if key == "labels":
-        used = ids >= 0  # others have no loss
+        used = ids != IGNORED
         known |= ~used
     else:
         mask = batch.get("attention_mask" if key == "input_ids" else "decoder_attention_mask")
         used = mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else ids == ids
+    where = f"{f', or {IGNORED} for none,' if key == 'labels' else ''} in {key!r} of each record of {name}"
     length = facts.soft_prompt + int(used.sum(-1).max()) if used.numel() and used.dim() > 1 else 0
-    tables.refuse(known=bool(known.all()), length=length, where=f"in {key!r} of each record of {name}")
+    tables.refuse(known=bool(known.all()), length=length, where=where)
 
 
 def refuse_padding(

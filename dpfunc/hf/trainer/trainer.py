@@ -690,6 +690,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             with only_values(self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        """As a resumed run reads it, which is tried before the first step; `Trainer` finds no adapter by its name."""
+        best = self.state.best_model_checkpoint
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled or not Path(best).exists():  # of another node
+            super()._load_best_model()
+        else:
+            self._load_from_checkpoint(best)
+
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """0 in a private run: the number of records in a batch is not released."""
         return 0 if self._run is not None else int(super().floating_point_ops(inputs))

@@ -12,7 +12,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from trainer_cases import NOISY, again, classifier, labelled, language_model, pad, texts, trained, training_arguments
+from trainer_cases import (
+    NOISY,
+    again,
+    at,
+    classifier,
+    labelled,
+    language_model,
+    pad,
+    same,
+    texts,
+    trained,
+    training_arguments,
+)
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -105,6 +117,18 @@ def typing(records):
     return {**padded(records), "token_type_ids": torch.tensor([row["token_type_ids"] for row in records])}
 
 
+MARKED = [39, 39, 39]
+
+
+def masked_by_minus_one(records):
+    """A collator that masks a token of one record by another number than -100."""
+    batch = pad(records)
+    for row, record in enumerate(records):
+        if record["input_ids"] == MARKED:
+            batch["labels"][row, 1] = -1
+    return batch
+
+
 RECORDS = {  # model, data, collator, message
     "a token beyond the table": (roberta, ended(input_ids=[4, 50, 2]), None, "0 <= id < 50"),
     "a negative token": (roberta, ended(input_ids=[4, -7, 2]), None, "0 <= id < 50"),
@@ -116,6 +140,8 @@ RECORDS = {  # model, data, collator, message
     "null for its tokens": (language_model, lists(None), pad, "a token or more in each record of train_dataset"),
     "a type that BERT has not": (classifier, typed(2), typing, "'token_type_ids' below 2 in each record of train_dataset"),
     "a class beyond the table": (classifier, [{**row, "labels": 2 if i == 37 else 0} for i, row in enumerate(ended())], None, "classes 0 <= label < 2.* in 'labels' of each record of train_dataset"),
+    "a label below 0": (language_model, lists(MARKED), masked_by_minus_one, "0 <= id < 40 .*or -100 for none, in 'labels' of each record of train_dataset"),
+    "an answer below 0": (lambda: t5(T5ForConditionalGeneration), answers([-1, 2]), None, "-100 for none, in 'labels'"),
     "an answer beyond the table": (lambda: t5(T5ForConditionalGeneration), answers([50, 2]), None, "in 'labels' of each record of train_dataset"),
 }  # fmt: skip
 
@@ -172,6 +198,7 @@ def accuracy(prediction):
 
 EVERY = {"eval_strategy": "steps", "eval_steps": 2}
 NAMED = {"a": ended(20), "b": ended(3)}
+EMPTY = {**EVERY, "metric_for_best_model": "b_loss"}
 EVALUATIONS = {  # model, options, message
     "T5 gives hidden states after its logits": (t5, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'.* Of a tuple take the first"),
     "so does BART": (bart, {"compute_metrics": accuracy}, "'tuple' object has no attribute 'argmax'"),
@@ -180,6 +207,8 @@ EVALUATIONS = {  # model, options, message
     "a metric of no data set": (classifier, {"eval_dataset": NAMED, "changes": {**EVERY, "metric_for_best_model": "loss"}}, "got 'loss', and metrics a_loss, b_loss"),
     "a metric that is an array": (classifier, {"compute_metrics": lambda prediction: {"a": np.eye(2)}, "changes": EVERY}, "which a checkpoint can hold, got TypeError: Object of type ndarray.* take .tolist"),
     "a metric that is no number": (classifier, {"compute_metrics": lambda prediction: {"a": "good"}, "changes": {**EVERY, "metric_for_best_model": "a"}}, "metric_for_best_model to be one number, got 'a'"),
+    "no record": (classifier, {"eval_dataset": [], "changes": EVERY}, "none in 'eval_dataset'.*Leave it out"),
+    "no record under one name": (classifier, {"eval_dataset": {"a": ended(20), "b": []}, "changes": EMPTY}, "none in 'b'"),
     "metrics without names": (classifier, {"compute_metrics": lambda prediction: 0.5, "changes": EVERY}, "to return a dictionary from names to numbers, got AttributeError"),
     "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821  (as it is meant)
     "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
@@ -314,6 +343,41 @@ ADAPTERS = {
 
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+
+
+def copied(model):
+    return {name: value.clone() for name, value in trained(model).items()}
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_the_best_model_is_read_back_at_the_end(tmp_path, name):
+    """It is the first one here; adapters of another name are in a folder of that name."""
+    import peft
+
+    torch.manual_seed(5)
+    adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    model, seen, evaluations = peft.get_peft_model(language_model(), adapters, adapter_name=name), {}, []
+
+    def worse(prediction):
+        evaluations.append(prediction)
+        return {"rank": -len(evaluations)}
+
+    keep = at("on_step_end", lambda args, state, control: seen.update({state.global_step: copied(model)}))
+    changes = {
+        **BEST,
+        "metric_for_best_model": "rank",
+        "greater_is_better": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    trainer = trainer_of(
+        tmp_path, model, texts(), eval_dataset=texts(8), data_collator=pad, changes=changes, callbacks=[keep],
+        compute_metrics=worse,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert same(seen[2], copied(model))
+    assert not same(seen[2], seen[4])
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
