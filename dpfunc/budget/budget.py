@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import getpass
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -220,10 +220,12 @@ class Budget:
                 right. CheckpointError: a journal that lost lines.
         """
         run, spender = self._names()
-        known = self.account().entries.get(run)
+        entries = self.account().entries
+        known = entries.get(run)
         if known is None or known.state == REST:
             raise fail("a run that has reserved, and no search", "run", run, "Nothing was settled.")
-        own = spent if isinstance(spent, Ledger) else _of_files(Path(spent), known)
+        tokens = {entry.token for entry in entries.values()}
+        own = spent if isinstance(spent, Ledger) else _of_files(Path(spent), known, tokens)
 
         def decide(account: Account) -> tuple[Event | None, BudgetEntry]:
             self._check(account, account.facts.unit, own, account.facts.delta)
@@ -300,15 +302,20 @@ def _event(
     return event, event.entry(account.entries.get(run))
 
 
-def _of_files(path: Path, entry: BudgetEntry) -> Ledger:
-    """The steps of one run in a journal, or in the journals of a folder, without what it counted before."""
+def _of_files(path: Path, entry: BudgetEntry, tokens: Collection[str]) -> Ledger:
+    """The steps of one run in a journal, or in the journals of a folder, without what it counted before.
+
+    Later runs there that have no reservation are its own: it was resumed with a new key, or nobody else counts them.
+    """
     from dpfunc.checkpoint.journal import read_steps, steps_ledger
 
     journals, token = sorted(path.glob("*journal.jsonl")) if path.is_dir() else [path], entry.token
-    runs = {name: taken for journal in journals for name, taken in read_steps(journal, missing="empty").items()}
-    own = [runs[token]] if token in runs else [*runs.values()] if token.startswith("text ") else []
-    if len(own) == 1:
-        return steps_ledger(own)
+    runs = read_steps(*journals, missing="empty")
+    if token in runs:
+        began = [*runs].index(token)
+        return steps_ledger(runs[name] for name in [*runs][began:] if name == token or name not in tokens)
+    if token.startswith("text ") and len(runs) == 1:
+        return steps_ledger(runs.values())
     lost = not journals and any(path.glob("checkpoint-[0-9]*"))  # the first one is made after the journal
     if not lost and (path / KEPT).is_file() and unique_json((path / KEPT).read_bytes()).get("run") == token:
         return Ledger(adjacency=entry.planned.adjacency)

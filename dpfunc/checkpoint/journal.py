@@ -216,25 +216,25 @@ def journal_path(journal: object) -> Path | None:
 
 
 def read_steps(
-    path: Path | str, *, missing: Literal["refuse", "empty"] = "refuse", known: chain.Head | None = None
+    *paths: Path | str, missing: Literal["refuse", "empty"] = "refuse", known: chain.Head | None = None
 ) -> dict[str, dict[int, Taken]]:
-    """Steps that each run in a journal has taken: run -> step -> `Taken`. A repeated step counts once.
+    """Steps that each run in some journals has taken: run -> step -> `Taken`. A repeated or copied step counts once.
 
     None is an error, or "empty"; since its end was `known`, when a checkpoint was saved, it may have grown.
     """
-    path = Path(path)
-    lines = chain.read_chain(path)
-    if known is not None:
-        _check_known(path, lines, known)
-    if not lines and missing == "refuse":
-        raise CheckpointError(
-            f"Expected a journal with at least one step, got {path}, which "
-            f"{'is empty' if path.exists() else 'is no file'}. Name the file that the run was "
-            "given as Journal(path, plan); if it was lost, restore it, with its .head file. A run that begins anew has "
-            "no ledger yet: leave it out."
-        )
     runs: dict[str, dict[int, Taken]] = {}
-    _add_lines(lines, path, runs)
+    for path in map(Path, paths):
+        lines = chain.read_chain(path)
+        if known is not None:
+            _check_known(path, lines, known)
+        if not lines and missing == "refuse":
+            raise CheckpointError(
+                f"Expected a journal with at least one step, got {path}, which "
+                f"{'is empty' if path.exists() else 'is no file'}. Name the file that the run was "
+                "given as Journal(path, plan); if it was lost, restore it, with its .head file. A run that begins anew "
+                "has no ledger yet: leave it out."
+            )
+        _add_lines(lines, path, runs)
     return runs
 
 

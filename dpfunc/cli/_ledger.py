@@ -77,7 +77,7 @@ def _read_source(path: Path) -> _Source:
         return _Source(path, found, runs=read_steps(path) if path.suffix == ".jsonl" else {})
     if isinstance(found, SelectionRecord):
         return _Source(path, found.spent, found)
-    runs = {name: run for journal in journals for name, run in read_steps(journal, missing="empty").items()}
+    runs = read_steps(*journals, missing="empty")  # of a journal and its older copy, all steps
     uncounted = found.ledger.lacks(steps_ledger(runs.values())) if runs else None
     return _Source(path, found.ledger, found, uncounted, runs)
 

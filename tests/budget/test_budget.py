@@ -1,6 +1,7 @@
 """Reservations and settlements against a model in plain Python; refusals; a run that crashes and goes on."""
 
 import os
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import dpfunc
 from dpfunc import clipping
 from dpfunc.accounting import Guarantee, Ledger
 from dpfunc.budget import Budget, _store
-from dpfunc.checkpoint.journal import Journal
+from dpfunc.checkpoint.journal import Journal, journal_ledger
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict
 from dpfunc.types import Event
 
@@ -218,15 +219,24 @@ def run(budget, folder, key, stop=None):
     """A loop of a user, which ends after some steps as if it had been killed."""
     found = plan(budget)
     budget.reserve(found, key, unit=UNIT)
+    return found, go_on(found, folder, step_of(found, folder).init(PARAMS, key), stop)
+
+
+PARAMS = {"w": torch.zeros(2)}
+
+
+def step_of(found, folder):
     journal = Journal(folder / "journal.jsonl", found)
-    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), found, journal=journal)
-    params = {"w": torch.zeros(2)}
-    state = dp_step.init(params, key)
+    return dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), found, journal=journal)
+
+
+def go_on(found, folder, state, stop=None):
+    dp_step = step_of(found, folder)
     for indices in found.batches(state):
         if state.step == stop:
-            return found, state
-        _, state, _ = dp_step(params, torch.ones(100, 2)[indices], state)
-    return found, state
+            break
+        _, state, _ = dp_step(PARAMS, torch.ones(100, 2)[indices], state)
+    return state
 
 
 def test_a_loop_reserves_and_settles(tmp_path):
@@ -250,6 +260,33 @@ def test_a_loop_reserves_and_settles(tmp_path):
     assert of(budget, "first").reserve(first, key, unit=UNIT).charged == first.ledger()  # it goes on: charged whole
     with pytest.raises(BudgetExhausted):
         of(budget, "second").reserve(second, "second", unit=UNIT)
+
+
+def test_an_older_copy_of_a_journal_hides_no_step(tmp_path):
+    budget, folder = made(tmp_path), tmp_path / "first"
+    found, state = run(of(budget, "first"), folder, dpfunc.rng.insecure_key(11), stop=1)
+    for name in ("journal.jsonl", "journal.jsonl.head"):
+        shutil.copy(folder / name, folder / f"old_{name}")
+    go_on(found, folder, state, stop=3)
+    assert of(budget, "first").settle(folder).charged == found.ledger(3)
+
+
+def test_a_run_that_was_resumed_with_a_new_key_settles_all(tmp_path, monkeypatch):
+    """Steps under both keys count; a later run in its journal that has reserved is charged for itself."""
+    budget, folder = made(tmp_path), tmp_path / "first"
+    found, state = run(of(budget, "first"), folder, dpfunc.rng.insecure_key(12), stop=1)
+    files = {"plan": found, "params": PARAMS, "data": "ones", "journal": folder / "journal.jsonl"}
+    dpfunc.save(tmp_path / "saved", state=state, **files)
+    go_on(found, folder, state, stop=2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # the step cannot be repeated: it is drawn anew
+    state = dpfunc.load(tmp_path / "saved", recharge=True, **files).state
+    assert state.ledger.beyond(found.spent) == found.ledger(2)
+    go_on(found, folder, state, stop=2)
+    assert of(budget, "first").settle(folder).charged == found.ledger(3)
+    second = replace(found, num_steps=1, spent=journal_ledger(files["journal"]))
+    of(budget, "second").reserve(second, dpfunc.rng.insecure_key(13), unit=UNIT)
+    go_on(second, folder, step_of(second, folder).init(PARAMS, dpfunc.rng.insecure_key(13)))
+    assert of(budget, "first").settle(folder).charged == found.ledger(3)
 
 
 KEY = dpfunc.rng.insecure_key(5)

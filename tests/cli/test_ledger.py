@@ -190,6 +190,8 @@ def test_records_by_each_accountant_agree(folder):
 def test_a_journal_with_more_steps_than_the_record(folder):
     written(folder / "privacy_journal.jsonl", *(line(step) for step in range(12)))
     assert "beside privacy_accounting.json has 2 steps that it does not count" in run("show", folder).stderr
+    written(folder / "z_journal.jsonl", *(line(step) for step in range(5)))  # an older copy hides no step
+    assert "beside privacy_accounting.json has 2 steps that it does not count" in run("show", folder).stderr
     result = run("check", folder)
     assert result.exit_code == 1
     assert "2 of its steps are not counted" in words(result)
