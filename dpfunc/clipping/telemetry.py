@@ -99,8 +99,8 @@ class Telemetry:
 
     The statistics s_k of a record, k < K, are centred and scaled to norm at most `C sqrt(share / K)`, and its gradient
     is clipped to `C sqrt(1 - share)`. Their sum gets the noise of the gradient, and is divided by the *expected* batch
-    size: `mean_k = centre_k + (sum + noise) / (C sqrt(share / K) b)`, which under Poisson sampling is without bias the
-    mean over all records (of their bounded values). A step without records releases the centre, with noise.
+    size: `mean_k = centre_k + width_k (sum + noise) / (C sqrt(share / K) b)`, which under Poisson sampling is without
+    bias the mean over all records (of their bounded values). A step without records releases the centre, with noise.
 
     Args:
         statistics: what is released.

@@ -237,6 +237,8 @@ def _assumptions(values: Values) -> list[dict[str, Any]]:
         shows = (True if each["same_code"] else None) if each["holds"] else False
         known = (held.get(each["kind"]), shows)
         held[each["kind"]] = False if False in known else True if True in known else None
+    # an audit trains on the records of the job once more, and its figures are of that run
+    audited = any((each["kind"], each["of"]) == ("audit", "job") for each in values["evidence"])
     met = {
         "The key of the noise is secret.": how["noise_key"] == SECRET,
         "Noise comes from a cryptographic stream.": how["noise_source"] in SOURCES.values(),
@@ -254,7 +256,7 @@ def _assumptions(values: Values) -> list[dict[str, Any]]:
         **({"Results of replays and audits are as their files say: nobody has signed these.": None} if held else {}),
         "The run has its place in a budget that runs on the same records share.": True if values["budget"] else None,
         "A row of a batch is one unit, and a unit is in one row.": None,
-        "No other run on the same records was looked at, or it is counted here.": None,
+        "No other run on the same records was looked at, or it is counted here.": False if audited else None,
         "Rounding of floating-point numbers and the time of a step reveal nothing.": None,
     }
     return [{"says": says, "met": value} for says, value in met.items()]

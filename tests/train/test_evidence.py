@@ -119,6 +119,8 @@ def test_results_of_the_job_are_in_its_certificate(job, honest, tmp_path):
     assert done.exit_code == 0, done.output
     values = json.loads(path.read_text())
     assert [(each["kind"], each["holds"]) for each in values["evidence"]] == [("replay", True), ("audit", True)]
+    unmet = [each["says"] for each in values["assumptions"] if each["met"] is False]
+    assert "No other run on the same records was looked at, or it is counted here." in unmet  # the audit's own
     assert values["evidence"][0]["weights"] == values["digests"]["model"]
     checked = command("certify", "--check", path, "--model", next((job / "model").glob("*.safetensors")))
     assert checked.exit_code == 0, checked.output
