@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dpfunc._utils.digests import checksum_and_marks, in_hex
 from dpfunc._utils.parts import local
 from dpfunc._utils.processes import on_any_process
-from dpfunc._utils.validation import refuse, shorten
+from dpfunc._utils.validation import expect, refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.types import Batch, LossFn, Params
 
@@ -197,7 +197,18 @@ def take(batch: Batch, indices: Tensor) -> Batch:
 
 
 def own_records(drawn: Tensor, num_records: int | None, rank: int = 0, size: int = 1) -> Tensor:
-    """The drawn records that are there (below num_records, or all), and of these those of a process, see `deal`."""
+    """The drawn records that are there (below num_records, or all), and of these those of a process, see `deal`.
+
+    Guarantees:
+        a sampler of a user draws a record once (tests/sampling/test_base.py::test_a_record_is_drawn_once).
+    """
+    expect(
+        isinstance(drawn, Tensor) and (drawn.dtype, drawn.ndim) == (torch.int64, 1) and bool((drawn >= 0).all())
+        and (bool((drawn[1:] > drawn[:-1]).all()) or len(drawn.unique()) == len(drawn)),
+        "a draw of different records, an int64 tensor (B,) of numbers >= 0",
+        "indices of type", getattr(drawn, "dtype", type(drawn)),
+        "One that is drawn twice in a step moves its sum twice as far as the noise hides. Nothing was spent.",
+    )  # fmt: skip
     return deal(drawn if num_records is None else drawn[drawn < num_records], rank, size)
 
 

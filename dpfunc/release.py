@@ -91,13 +91,13 @@ def release_mean(
     >>> released.ledger
     Ledger(1 steps, add_remove: (q=1, sigma=4) x 1)
     """
-    limit = positive("bound", bound)
+    limit, multiplier = positive("bound", bound), positive("noise_multiplier", noise_multiplier)
     expect(
         isinstance(values, Tensor) and values.ndim and values.is_floating_point(),
         "values to be a floating tensor with one row a record", "values", type(values).__name__,
     )  # fmt: skip
     plan = Plan(
-        sampler=Poisson(dataset_size, 1.0), clip=Flat(limit), noise_multiplier=noise_multiplier, num_steps=1,
+        sampler=Poisson(dataset_size, 1.0), clip=Flat(limit), noise_multiplier=multiplier, num_steps=1,
         delta=delta, epsilon=epsilon, adjacency=adjacency, spent=ledger,
     )  # fmt: skip
     step = make_dp_step(_times, plan, engine="vmap", journal=None if journal is None else Journal(journal, plan))
@@ -106,7 +106,7 @@ def release_mean(
     count = len(values) if len(values) != dataset_size else None
     grads, state, _ = step(params, values, step.init(params, key, num_records=count))
     sensitivity = limit * (2 if adjacency == "replace_one" else 1)
-    return ReleasedMean(grads["mean"], noise_multiplier * sensitivity / dataset_size, state.ledger, dataset_size)
+    return ReleasedMean(grads["mean"], multiplier * sensitivity / dataset_size, state.ledger, dataset_size)
 
 
 def _within(values: Tensor, limit: float) -> Tensor:

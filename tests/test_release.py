@@ -11,6 +11,7 @@ import dpfunc
 from dpfunc import state
 from dpfunc.checkpoint import journal_ledger
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, StateReused
+from dpfunc.types import Schedule
 
 FACTS = {"bound": 1.0, "noise_multiplier": 2.0, "delta": 1e-5, "dataset_size": 50}
 
@@ -79,6 +80,7 @@ def test_what_does_not_fit_into_the_budget_is_refused_before_it_is_released():
         (torch.ones(50), {"bound": 0.0}, "bound"),
         (torch.ones(50), {"delta": 0.1}, "delta"),
         (torch.ones(50), {"noise_multiplier": 0.0}, "noise_multiplier"),
+        (torch.ones(50), {"noise_multiplier": Schedule(((1, 1.0),))}, "noise_multiplier"),  # before it is spent
     ],
 )
 def test_bad_arguments_are_refused(values, changes, message):

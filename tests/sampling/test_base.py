@@ -9,6 +9,8 @@ import torch
 from cases import SAMPLERS
 from scipy import stats
 
+import dpfunc
+from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import CappedPoisson, FixedSize, InOrder, Poisson, RandomAllocation, Shuffled
@@ -102,3 +104,34 @@ def test_refused_by_every_sampler(sampler):
     for noise_multiplier in (-1.0, math.nan):
         with pytest.raises(InvalidArgument, match="noise_multiplier"):
             sampler.events(0, 40, noise_multiplier)
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        torch.tensor([3, 5, 3]), torch.tensor([3, -1]), torch.tensor([1.0, 2.0]), torch.ones(9, dtype=torch.bool),
+        torch.zeros(1, 1, dtype=torch.int64), torch.tensor(3), [3, 5],
+    ],
+    ids=["twice", "from the end", "floating", "a mask", "a matrix", "a number", "a list"],
+)  # fmt: skip
+def test_a_record_is_drawn_once(drawn):
+    """What a sampler of a user draws is checked before it is read: by the loop, by the loader and by the step."""
+    plan = dpfunc.Plan(_Drawn(10, 0.5, drawn), Flat(1.0), noise_multiplier=1.0, num_steps=2, delta=1e-3)
+    params = {"w": torch.zeros(2)}
+    dp_step = dpfunc.make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), plan)
+    state = dp_step.init(params, insecure_key(41))
+    size = len(drawn) if isinstance(drawn, list) else drawn.numel()
+    for take in (
+        lambda: next(plan.batches(state)), lambda: next(iter(plan.loader(torch.ones(10, 2), state))),
+        lambda: dp_step(params, torch.ones(size, 2), state),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match="different records"):
+            take()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drawn(Poisson):
+    drawn: object
+
+    def indices(self, key, step):
+        return self.drawn
