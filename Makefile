@@ -115,6 +115,8 @@ opake: .cache/opake/installed
 
 # Without JAX Privacy the table says that it is not installed. One thread a process; freed memory stays with its process,
 # for every contestant (benchmarks/freed_memory.py says why).
+CONTESTANTS := plain,vmap,ghost,auto,opacus-hooks,opacus-ghost,opacus-functorch
+WITH_JAX := plain,auto,jax-plain,jax-privacy,jax-privacy/1,jax-privacy/4,jax-privacy/8,whole-plain,whole-dpfunc,whole-jax
 bench: export OMP_NUM_THREADS := 1
 bench: export MALLOC_MMAP_MAX_ := 0
 bench: export MALLOC_TRIM_THRESHOLD_ := 1000000000000
@@ -128,8 +130,10 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.freed_memory
 	$(BIN)/python -m benchmarks.overhead
-	$(BIN)/python -m benchmarks.engines
-	$(BIN)/python -m benchmarks.engines --cases layer:lstm --append
+	$(BIN)/python -m benchmarks.engines --engines $(CONTESTANTS)
+	$(BIN)/python -m benchmarks.engines --engines $(CONTESTANTS) --cases layer:lstm --append
+	$(BIN)/python -m benchmarks.engines --engines $(WITH_JAX) --cases w1,w4,w3,mnist,w2n,w4f,perceptron,small,t1024,embed,w2 \
+		--out benchmarks/results/engines_jax.json
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.rows

@@ -128,7 +128,7 @@ def row_of(target: Target, value: float | None) -> list[str]:
 HEADS = ("target", "at most", "measured", "verdict")
 ENGINE_HEADS = (
     "case", "plain step, ms", "default engine: time", "memory", "vmap: time", "memory",
-    "fastest mode of Opacus: time", "memory", "fastest mode of JAX Privacy: time", "memory",
+    "fastest mode of Opacus: time", "memory",
 )  # fmt: skip
 JAX_HEADS = (
     "case", "plain step of JAX", "JAX Privacy, vmap", "fastest microbatch", "the faster of both / plain step of JAX",
@@ -165,19 +165,16 @@ def why_not(case: dict[str, Any], start: str) -> str:
 
 
 def engine_rows(cases: dict[str, Any]) -> list[list[str]]:
-    """Ratios of the default engine, of vmap and of the fastest mode of each peer to the step without privacy."""
+    """Ratios of the default engine, of vmap and of the fastest mode of Opacus to the step without privacy."""
     found = []
     for name, case in cases.items():
         timed = timed_of(case)
         cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
         for who in ("auto", "vmap"):
             cells += [number(timed.get(who)), number(timed.get(who), "memory")]
-        for peer in ("opacus-", JAX_PRIVACY):
-            best = fastest(timed, peer)
-            mode = best.removeprefix(peer).lstrip("/") or "vmap"
-            cells.append(f"{number(timed[best])} ({mode})" if best else why_not(case, peer))
-            cells.append(number(timed.get(best), "memory"))
-        found.append(cells)
+        best = fastest(timed, "opacus-")
+        cells.append(f"{number(timed[best])} ({best.removeprefix('opacus-')})" if best else why_not(case, "opacus-"))
+        found.append([*cells, number(timed.get(best), "memory")])
     return found
 
 
@@ -232,7 +229,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
     places = {
         "engines": markdown(ENGINE_HEADS, engine_rows(engines)),
         "before": markdown(BEFORE_HEADS, before_rows(cases_of(found, "engines_before"))),
-        "jax": jax_section(engines),
+        "jax": jax_section(cases_of(found, "engines_jax")),
         "opake": markdown(OPAKE_HEADS, opake_rows(cases_of(found, "engines_opake"))),
         "targets": section(found),
     }
