@@ -35,9 +35,9 @@ _REFUSED: tuple[tuple[Callable[[type], bool], Callable[[Any], bool], str], ...] 
         lambda kind: issubclass(kind, _BatchNorm),
         lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None),
         "{count} BatchNorm layers in training mode mix the samples of a batch, or keep statistics of a record's own "
-        "rows from step to step: {names}. Use dpfunc.functional.replace_batchnorm(model), or model.eval() if their "
-        "statistics come from public data; F.batch_norm without running statistics may normalise the rows of one "
-        "record.",
+        "rows from step to step: {names}. Use dpfunc.functional.replace_batchnorm(model); or, in a loop of your "
+        "own, model.eval() if their statistics come from public data; F.batch_norm without running statistics may "
+        "normalise the rows of one record.",
     ),
     (
         lambda kind: kind.__name__ == "Linear8bitLt",

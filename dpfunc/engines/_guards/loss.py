@@ -169,7 +169,8 @@ _NOT_FOLLOWED = {
     ),
     ("Batch norm got a batched tensor", "Expected more than 1 value per channel"): (
         "BatchNorm in training mode normalises with statistics of the batch, and writes them into its buffers. Use "
-        "dpfunc.functional.replace_batchnorm(model), or model.eval() if its statistics come from public data."
+        "dpfunc.functional.replace_batchnorm(model); or, in a loop of your own, model.eval() if its statistics come "
+        "from public data."
     ),
 }
 

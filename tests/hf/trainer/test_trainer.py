@@ -18,6 +18,7 @@ from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
+from dpfunc.functional import replace_batchnorm
 from dpfunc.hf.trainer._settings import refuse_model
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
@@ -312,11 +313,13 @@ def test_models_that_mix_samples_and_float16_are_refused(tmp_path):
     """A folder that was saved in float16 is read in it; frozen, it does no harm."""
     mixes = cases.classifier()
     mixes.norm = torch.nn.BatchNorm1d(6)
-    with pytest.raises(UnsupportedModel, match="BatchNorm"):
-        cases.private(mixes, tmp_path).train()
+    for model in (mixes, mixes.eval()):  # a Trainer trains in training mode
+        with pytest.raises(UnsupportedModel, match=r"BatchNorm.*replace_batchnorm\(model\); or, in a loop of your own"):
+            cases.private(model, tmp_path).train()
     with pytest.raises(InvalidArgument, match=r"float16.* load the model with from_pretrained\(..., dtype=torch.flo"):
         cases.private(cases.classifier().half(), tmp_path).train()
     assert not (tmp_path / "privacy_journal.jsonl").exists()
+    refuse_model(replace_batchnorm(mixes).train())
     refuse_model(cases.classifier().half().requires_grad_(False))
     refuse_model(cases.classifier().bfloat16())
 
