@@ -29,7 +29,7 @@ from dpfunc.hf._facts import evaluating, quantised_layers
 from dpfunc.hf.trainer._data import evaluated
 from dpfunc.hf.trainer._run import made_up_logs, trainable, without_words
 from dpfunc.hf.trainer._saved import check_read_back, silent
-from dpfunc.hf.trainer._settings import changed
+from dpfunc.hf.trainer._settings import changed, refuse_optimizer
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT, tried
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
 from dpfunc.sampling.loader import Collate, Drawn
@@ -91,6 +91,7 @@ def rehearse_after_gradients(
     distributed.once(ranks, read_back)
     metrics = _rehearse_evaluation(trainer)
     with put_back(trainer, params):
+        refuse_optimizer(trainer.optimizer, params)
         if trainer.lr_scheduler is None:
             trainer.create_scheduler(limit)
         rehearse_step(params, trainer.optimizer, trainer.lr_scheduler, limit)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import trainer as trainers
 from transformers.trainer_callback import ProgressCallback, TrainerCallback, tqdm
 
 from dpfunc import distributed
@@ -111,8 +112,15 @@ class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
     on_train_begin = _begin
 
 
+def without_times(callbacks: list[Any]) -> None:
+    """Replace the bars that Transformers shows, also in notebooks; a bar that a user has derived from one stays."""
+    kept = [each for each in callbacks if type(each) not in (ProgressCallback, trainers.DEFAULT_PROGRESS_CALLBACK)]
+    if len(kept) < len(callbacks):
+        callbacks[:] = [*kept, StepsBar()]
+
+
 class Averaging(TrainerCallback):  # type: ignore[misc]  # has no types
-    """The average of trained parameters over the steps of a run."""
+    """The average of trained parameters over the steps of a run, which they are at its end."""
 
     def __init__(self, average: Average, params: Params) -> None:
         self.average, self.params, self.state = average, params, average.begin()
@@ -128,10 +136,11 @@ class Averaging(TrainerCallback):  # type: ignore[misc]  # has no types
         self.state = torch.load(file, map_location=device, weights_only=True)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Write the average into the parameters."""
+    def _finish(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         for name, value in self.state["params"].items():
             self.params[name].copy_(value)
+
+    on_train_end = _finish
 
 
 def ranks_of(args: Any) -> Ranks | None:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from dpfunc import distributed
 from dpfunc._utils.files import remove, sweep
 from dpfunc._utils.locks import only_process
+from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
@@ -123,6 +124,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.recipe, args, privacy = with_recipe(model, train_dataset, args, privacy, ledger)
         if self.recipe is not None:
             unasked = min(PHYSICAL, self.recipe.expected_batch_size)
+            refuse(
+                (optimizer_cls_and_kwargs is not None,
+                 "Expected optimizer_cls_and_kwargs=None with dp_recipe, which has an optimizer and a rate of its own, "
+                 f"got {optimizer_cls_and_kwargs}. Leave one of them out."),
+            )  # fmt: skip
         self.privacy = privacy
         self.logical_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.physical_batch_size = privacy.dp_physical_batch_size or unasked
@@ -149,8 +155,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
-        if privacy.dp_enabled and self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(runs.StepsBar)
+        if privacy.dp_enabled:
+            runs.without_times(self.callback_handler.callbacks)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
@@ -260,8 +266,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
                 with suppress(NotWritten):  # which would hide why the run ended; the journal has its steps
                     self._write_accounting(ended=False)
-        if self._averaging is not None:
-            self._averaging.finish()
         distributed.once(self._ranks, lambda: self._write_accounting(ended=True))
         distributed.once(self._ranks, self._settle)
         return output._replace(training_loss=math.nan)
@@ -473,7 +477,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if (average := privacy.average(start.limit)) is not None:
             self.pop_callback(runs.Averaging)
             self._averaging = runs.Averaging(average, params)
-            self.add_callback(self._averaging)
+            self.callback_handler.callbacks.insert(0, self._averaging)  # the others see what it has done
         state = (
             dp_step.init(params, start.key, self._earlier, num_records=self._num_records())
             if start.resumed is None
@@ -544,6 +548,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _begun(self, model: nn.Module, run: runs.Run) -> None:
         """Save the start of a run, and do the rest of `rehearse` with its own optimizer and schedule."""
+        settings.refuse_optimizer(self.optimizer, run.params)  # which there was none of when the run was prepared
         written = None
         if self._saves_states():
             self._save_checkpoint(model, None)  # from here on a kill leaves what to go on from

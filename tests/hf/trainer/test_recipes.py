@@ -57,10 +57,13 @@ def warned(caplog):
     return look
 
 
-def trainer(folder, model, *, changes=None, data=DATA, callbacks=None, **privacy):
+def trainer(folder, model, *, changes=None, data=DATA, callbacks=None, optimizer_cls_and_kwargs=None, **privacy):
     arguments = training_arguments(folder, **{**FREE, **(changes or {})})
     privacy = PrivacyArguments(**{**BUDGET, **privacy})
-    return DPTrainer(model, arguments, privacy=privacy, train_dataset=data, callbacks=callbacks)
+    return DPTrainer(
+        model, arguments, privacy=privacy, train_dataset=data, callbacks=callbacks,
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", MODELS)
@@ -103,6 +106,8 @@ def test_what_was_given_is_kept_or_refused(tmp_path):
     for missing in ("dp_epsilon", "dp_delta"):
         with pytest.raises(InvalidArgument, match="Expected dp_epsilon and dp_delta with dp_recipe"):
             PrivacyArguments(**{**BUDGET, missing: None}, dp_recipe="head", dp_enabled=False)
+    with pytest.raises(InvalidArgument, match="Expected optimizer_cls_and_kwargs=None with dp_recipe"):
+        trainer(tmp_path, model, dp_recipe="head", optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
     with pytest.raises(InvalidArgument, match="Expected one linear layer to be trained with the recipe 'head'"):
         trainer(tmp_path, classifier(), dp_recipe="head")
 
@@ -151,6 +156,25 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_is_spent(tm
         run.train()
     assert run.ledger.num_steps == 0
     assert not (tmp_path / "privacy_journal.jsonl").exists()
+
+
+class OfTheHead(DPTrainer):
+    """A Trainer whose own optimizer has a part of the parameters."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.classifier.parameters(), lr=0.1)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("begin", ["rehearse", "train"])
+def test_an_optimizer_that_a_subclass_makes_has_all_parameters(tmp_path, begin):
+    args, privacy = training_arguments(tmp_path, **FREE), PrivacyArguments(**BUDGET)
+    run = OfTheHead(classifier(), args, privacy=privacy, train_dataset=DATA)
+    with pytest.raises(InvalidArgument, match="would cost noise and never change"):
+        getattr(run, begin)()
+    assert run.ledger.num_steps == 0
+    OfTheHead(head_only(), args, privacy=privacy, train_dataset=DATA).rehearse()
 
 
 @pytest.mark.parametrize(("privacy", "data"), [(BUDGET, DATA), ({"dp_enabled": False}, None)], ids=["private", "twin"])

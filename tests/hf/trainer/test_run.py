@@ -13,8 +13,10 @@ import pytest
 import torch
 import trainer_cases as cases
 from torch import nn
-from transformers import HfArgumentParser, Trainer
+from transformers import DefaultFlowCallback, HfArgumentParser, ProgressCallback, Trainer
+from transformers import trainer as trainer_module
 from transformers.utils import logging as transformers_logging
+from transformers.utils.notebook import NotebookProgressCallback
 
 import dpfunc
 from dpfunc.accounting import Ledger
@@ -26,7 +28,7 @@ from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument, Not
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.trainer import _files as files
-from dpfunc.hf.trainer._run import with_accuracy
+from dpfunc.hf.trainer._run import StepsBar, with_accuracy
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import Key
@@ -136,6 +138,24 @@ def test_statistics_and_no_side_facts(tmp_path, capsys, caplog):
     assert not [name for name in output.metrics if "runtime" in name or "second" in name]
     assert "num_records=hidden" in repr(trainer._run.state)
     assert trainer._run.state.num_records == NUM_RECORDS
+
+
+class OwnBar(ProgressCallback):
+    """A bar of a user."""
+
+
+@pytest.mark.parametrize("stock", [ProgressCallback, NotebookProgressCallback])
+@pytest.mark.parametrize("own", [[], [OwnBar], [ProgressCallback]])
+def test_no_bar_of_transformers_shows_times(tmp_path, monkeypatch, stock, own):
+    """Also in notebooks, and beside a bar of the user, which stays."""
+    monkeypatch.setattr(trainer_module, "DEFAULT_PROGRESS_CALLBACK", stock)
+    for enabled in (True, False):
+        privacy = PrivacyArguments(**VALUES, dp_enabled=enabled)
+        trainer = cases.private(
+            cases.classifier(), tmp_path, privacy=privacy, changes={"disable_tqdm": False}, callbacks=own
+        )
+        bars = [type(each) for each in trainer.callback_handler.callbacks if not isinstance(each, DefaultFlowCallback)]
+        assert bars == ([each for each in own if each is OwnBar] + [StepsBar] if enabled else [*own, stock])
 
 
 def test_accuracy_of_each_sample():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import trainer_cases as cases
 from transformers import get_linear_schedule_with_warmup
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import dpfunc
 from dpfunc.clipping import Adaptive
@@ -94,6 +95,27 @@ def test_the_model_at_the_end_is_the_average(tmp_path, text, average):
     second = cases.private(cases.classifier(seed=9), tmp_path / "parts", **options)
     second.train(resume_from_checkpoint=True)
     assert cases.same(cases.trained(second.model), cases.trained(whole.model))
+
+
+def test_an_average_is_complete_for_every_callback(tmp_path):
+    """At the end it is the model's; a checkpoint that a signal asks for behind a step has that step, too."""
+
+    def signalled(args, state, control):
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, JITCheckpointCallback):
+                callback.jit_manager.is_checkpoint_requested = True
+
+    ends = []
+    end = cases.at("on_train_end", lambda args, state, control: ends.append(copies(trainer)))
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "enable_jit_checkpoint": True}
+    trainer = cases.private(
+        cases.classifier(), tmp_path, privacy=PrivacyArguments(**VALUES, dp_average="ema:0.5"), changes=changes,
+        callbacks=[cases.at("on_optimizer_step", signalled, 1), end],
+    )  # fmt: skip
+    trainer.train()
+    assert cases.same(ends[0], cases.trained(trainer.model))
+    assert cases.same(ends[0], trainer._averaging.state["params"])
+    assert torch.load(tmp_path / "checkpoint-2" / "average.pt", weights_only=True)["step"] == 2
 
 
 def copies(trainer):
