@@ -73,7 +73,8 @@ def importing() -> Iterator[None]:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # by PEFT
             yield
     except ImportError as error:
-        raise click.ClickException(f'{error}. Run: pip install "dpfunc[hf]".') from error
+        advice = ' Run: pip install "dpfunc[hf]".' if error.name else ""  # with a name it is of an import itself
+        raise click.ClickException(f"{str(error).rstrip('.')}.{advice}") from error
 
 
 @contextmanager

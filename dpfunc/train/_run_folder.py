@@ -25,7 +25,8 @@ from dpfunc.train.tables import json_values
 
 MODEL = "model"
 JOB_FILE = "job.json"
-# A resumed run may differ in these: they change nothing that is trained. The folder may have been moved.
+# A resumed run may differ in these: they change nothing that is trained, as no rate follows an evaluation
+# (test_no_schedule_follows_an_evaluation). The folder may have been moved.
 _FREE = ("logging_steps", "save_steps", "keep_checkpoints", "eval_steps", "report_to", "dp_dry_run", "output_dir")
 _PERSON = "one person: all records with the same value of the column {!r}"
 

@@ -23,6 +23,10 @@ Task = Literal[
     "preference", "table_classification", "image_classification",
 ]  # fmt: skip
 TASKS: tuple[Task, ...] = get_args(Task)
+# Those of Transformers that need no setting of their own, and follow no evaluation: its records are not protected.
+Scheduler = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
 # What each task can train; a language model shares its head with its embeddings.
 STRATEGIES = {
     "text_classification": ("lora", "qlora", "full", "head", "bitfit"),
@@ -237,7 +241,7 @@ class TrainingSection:
     physical_batch_size: _Count | None = _key("Records differentiated at once, for memory only.", None)
     optimizer: str = _key("As in the Trainer's `optim`.", "adamw_torch")
     weight_decay: Annotated[float, Field(ge=0)] = _key("Weight decay.", 0.0)
-    scheduler: str = _key("As in the Trainer's `lr_scheduler_type`.", "linear")
+    scheduler: Scheduler = _key("How the rate changes, by the number of the step alone.", "linear")
     warmup_steps: _Whole = _key("Steps in which the rate grows to its peak.", 0)
     seed: _Whole = _key("Where new parameters start, and the split: public. The noise does not depend on it.", 0)
     eval_steps: _Count | None = _key("Evaluate every so many steps; only at the end by default.", None)
@@ -445,8 +449,10 @@ _KINDS = {
     "too_short": ("a list of texts", "Leave it out, or write [first, second]."),
     "tuple_type": ("a list", "Write [first, second]."),
 }
-# Advice on the keys of a mapping: what each of them needs.
+# Advice on a key, or on the keys of a mapping: what each of them needs.
 _EACH = {
+    "training.scheduler": "A rate that follows an evaluation would carry records into the model that no epsilon "
+    "covers, and one with settings of its own has none in a job.",
     "data.numbers": "Each column needs a public range [low, high], e.g. age: [0, 100]; it is not read off the table.",
     "data.categories": "Each column needs the public list of its values, e.g. sex: [f, m]; others share a slot.",
 }

@@ -247,14 +247,14 @@ def _optimizer(prepared: Prepared) -> torch.optim.Optimizer | None:
 
 def training_arguments(prepared: Prepared) -> Any:
     """Translate the settings of a job into `TrainingArguments` of Transformers."""
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     job, training = prepared.job, prepared.job.training
     batch, accumulated = (job.batch_size, 1) if prepared.plan is not None else _batches_of_twin(job)
     checkpointing = recomputed(TrainingArguments) if training.gradient_checkpointing else {}
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
     with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
-        return TrainingArguments(
+        found = TrainingArguments(
             output_dir=job.output_dir, max_steps=prepared.num_steps, per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulated, per_device_eval_batch_size=job.physical_batch_size,
             optim=training.optimizer, lr_scheduler_type=training.scheduler,
@@ -264,6 +264,8 @@ def training_arguments(prepared: Prepared) -> Any:
             **{name: getattr(training, name) for name in _SAME_NAME}, **checkpointing, remove_unused_columns=False,
             use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
+        Trainer.get_optimizer_cls_and_kwargs(found, prepared.model)  # many are of packages that are not there
+    return found
 
 
 def _batches_of_twin(job: Job) -> tuple[int, int]:

@@ -6,13 +6,15 @@ import copy
 import datetime
 import functools
 import importlib.util
+from typing import get_args
 
 import pytest
-from transformers import HfArgumentParser
+import torch
+from transformers import HfArgumentParser, SchedulerType, get_scheduler
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import PrivacyArguments
-from dpfunc.train.config import job_from_dict, job_to_dict
+from dpfunc.train.config import Scheduler, job_from_dict, job_to_dict
 
 VALUES = {
     "task": "causal_lm",
@@ -22,6 +24,9 @@ VALUES = {
     "privacy": {"dp_epsilon": 8, "dp_delta": 1e-5, "dp_max_grad_norm": 1.0},
     "training": {"learning_rate": 1e-3, "batch_size": 256, "epochs": 3},
 }
+
+
+SCHEDULERS = get_args(Scheduler)
 
 
 def changed(section, key, value):
@@ -135,3 +140,20 @@ def test_a_part_of_a_step_is_a_step_of_the_job(epochs, n, batch, steps):
     values = changed("training", "epochs", epochs)
     values["training"]["batch_size"] = batch
     assert job_from_dict(values).training.num_steps(n) == steps
+
+
+@pytest.mark.parametrize("name", [str(each.value) for each in SchedulerType])
+def test_no_schedule_follows_an_evaluation(name):
+    """The rates of a job are a function of the step: held-out records, which epsilon does not cover, change none."""
+    values = changed("training", "scheduler", name)
+    if name not in SCHEDULERS:
+        with pytest.raises(InvalidArgument, match="A rate that follows an evaluation would carry records"):
+            job_from_dict(values)
+        return
+    assert job_from_dict(values).training.scheduler == name
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=4)
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()  # without the value of a metric
+    assert 0 <= schedule.get_last_lr()[0] <= 1
