@@ -208,10 +208,6 @@ def choose_parameters(model: nn.Module, job: Job, processing: Any) -> nn.Module:
 def _with_strategy(model: nn.Module, job: Job) -> nn.Module:
     """A vision-language model with one of its own strategies."""
     lora = job.lora
-    refuse(
-        (lora != LoraSection(rank=lora.rank, alpha=lora.alpha, targets=lora.targets),
-         "Expected rank, alpha and targets alone in the section lora of a vqa job."),
-    )  # fmt: skip
     if job.strategy not in ADAPTERS:
         return prepare(model, job.strategy)
     with torch_seed(key_of(job, "adapters")):

@@ -50,14 +50,21 @@ LOSSES = {
     task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in TASKS if task != "preference"
 }
 _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone have; in others they have their default
-    ("model", "path"): tuple(task for task in TASKS if task != "table_classification"),
-    ("model", "new_tokens"): tuple(
-        task for task in TASKS if task not in ("vqa", "table_classification", "image_classification")
-    ),
-    ("lora", "top_layers"): tuple(task for task in TASKS if task != "vqa"),
-    ("data", "labels"): tuple(task for task in TASKS if task != "text_regression"),
+    **{("model", key): tuple(task for task in TASKS if task != "table_classification")
+       for key in ("path", "local_files_only")},
+    **{place: tuple(task for task in TASKS if task not in FEATURES)
+       for place in (("model", "init"), ("model", "tokenizer"), ("model", "gguf_file"), ("data", "max_length"),
+                     ("training", "gradient_checkpointing"))},
+    ("model", "new_tokens"): tuple(task for task in TASKS if task not in ("vqa", *FEATURES)),
+    ("model", "hidden"): FEATURES,
+    **{("lora", key): tuple(task for task in TASKS if task != "vqa")
+       for key in ("dropout", "top_layers", "rslora", "method", "modules_to_save")},
+    ("data", "labels"): CLASSIFIES,
+    ("data", "text_column"): (*PAIRS, "token_classification", "causal_lm", "seq2seq"),
     ("data", "text_pair_column"): PAIRS,
-    ("data", "max_images"): ("vqa",),
+    ("data", "label_column"): (*PAIRS, "token_classification", "table_classification"),
+    ("data", "loss_on"): ("causal_lm",),
+    **{("data", key): ("vqa",) for key in ("image_column", "max_images", "question_column", "answer_column")},
     ("data", "image_size"): ("vqa", "image_classification"),
     ("data", "grey"): ("image_classification",),
     ("data", "chat"): ("causal_lm", "vqa", "preference"),
@@ -67,7 +74,7 @@ _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone 
     **{("data", key): ("preference",) for key in ("chosen_column", "rejected_column")},
     **{("preference", key): ("preference",) for key in ("loss", "beta", "label_smoothing")},
     **{("data", key): ("table_classification",) for key in ("numbers", "categories", "missing")},
-}
+}  # fmt: skip
 
 # A list of texts. A number among them is a text as well: labels are often 0 and 1.
 Texts = Annotated[tuple[Annotated[str, Field(strict=False, coerce_numbers_to_str=True)], ...], Field(min_length=1)]
@@ -259,6 +266,9 @@ class TrainingSection:
              "Expected one of training.steps and training.epochs, got both."),
             (self.head_rate is not None and self.optimizer != "adamw_torch",
              fail("no training.head_rate with another optimizer than adamw_torch", "optimizer", self.optimizer)),
+            (self.warmup_steps and self.scheduler == "constant",
+             fail("no training.warmup_steps with a constant rate; constant_with_warmup has them", "scheduler",
+                  self.scheduler)),
         )  # fmt: skip
 
     @property
@@ -390,12 +400,15 @@ def _rules_of_task(job: Job) -> _Rules:
          "a data.prompt_template, e.g. `summarize: {article}`, and the response in data.text_column."),
         (task != "preference" and bool(data.prompt_column) != bool(data.response_column),
          "Expected data.prompt_column and data.response_column together, got one of them."),
-        (task == "preference" and data.loss_on == "all",
-         fail("no loss on the prompt of a pair, which both answers have", "data.loss_on", "all")),
-        (task == "seq2seq" and data.loss_on == "all",
-         fail("no loss on the prompt of a seq2seq job, which the encoder reads", "data.loss_on", "all")),
-        (task == "vqa" and data.chat and data.loss_on == "all",
-         fail("a loss on the assistant alone with task='vqa'", "data.loss_on", "all")),
+        (data.response_column and data.text_column != DataSection.text_column,
+         "Expected no data.text_column with data.response_column, which has what is learnt."),
+        (data.loss_on == "all" and not (data.prompt_column or data.prompt_template or data.chat),
+         fail("a prompt or a chat with data.loss_on; without one all of the text is learnt", "data.loss_on", "all")),
+        (job.training.eval_steps is not None and not (data.eval or data.eval_fraction),
+         "Expected data.eval_fraction or data.eval together with training.eval_steps: there are no records to evaluate "
+         "on."),
+        (job.strategy != "full" and job.model.hidden != ModelSection.hidden,
+         fail("model.hidden with strategy full only, which has a hidden layer", "strategy", job.strategy)),
         (job.model.path is None and task not in FEATURES,
          "Expected model.path in the job. Name the folder of a model."),
         (task in CLASSIFIES and data.labels is None,
@@ -429,6 +442,8 @@ def _rules_of_images(job: Job) -> _Rules:
               data.image_size)),
         (not scatters and (data.image_size or data.grey),
          "Expected no data.image_size and no data.grey with a model, whose processor decides them."),
+        (scatters and not job.model.local_files_only,
+         "Expected model.path together with model.local_files_only: false: without a model nothing is downloaded."),
         (data.unit_column is not None,
          fail("no data.unit_column for images, whose folders say their class alone", "unit_column", data.unit_column)),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 import functools
 import importlib.util
@@ -14,7 +15,18 @@ from transformers import HfArgumentParser, SchedulerType, get_scheduler
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import PrivacyArguments
-from dpfunc.train.config import Scheduler, job_from_dict, job_to_dict
+from dpfunc.train.config import (
+    CLASSIFIES,
+    FEATURES,
+    LANGUAGE,
+    NEW_HEAD,
+    PAIRS,
+    SECTIONS,
+    TASKS,
+    Scheduler,
+    job_from_dict,
+    job_to_dict,
+)
 
 VALUES = {
     "task": "causal_lm",
@@ -100,10 +112,118 @@ def test_bad_values_are_refused(section, key, value, message):
 CONTRADICTIONS = {  # section -> values; top -> value; message
     "one physical batch size": {"privacy": {"dp_physical_batch_size": 4}, "training": {"physical_batch_size": 8}},
     "no section lora with strategy='full'": {"lora": {"rank": 4}, "strategy": "full"},
+    "data.text_column with data.response_column": {
+        "data": {"prompt_column": "p", "response_column": "r", "text_column": "t"},
+    },
+    "a prompt or a chat with data.loss_on": {"data": {"loss_on": "all"}},
+    "data.eval_fraction or data.eval together with training.eval_steps": {"training": {"eval_steps": 3}},
+    "no training.warmup_steps with a constant rate": {"training": {"warmup_steps": 3, "scheduler": "constant"}},
+    "dp_telemetry together with dp_telemetry_share": {"privacy": {"dp_telemetry_share": 0.3}},
+    "model.hidden with strategy full only": {
+        "task": "image_classification", "strategy": "head", "model": {"hidden": 9}, "data": {"labels": ["a", "b"]},
+    },
+    "model.path together with model.local_files_only: false": {
+        "task": "image_classification", "strategy": "head", "model": {"path": None, "local_files_only": False},
+        "data": {"labels": ["a", "b"], "image_size": [8, 8]},
+    },
     "data.prompt_template with task causal_lm or seq2seq or preference only": {
         "data": {"prompt_template": "{label}"}, "task": "text_classification",
     },
 }  # fmt: skip
+
+
+WORDS = {*TASKS} - {*FEATURES}
+MODELS = {*TASKS} - {"table_classification"}  # tasks that can have a model
+SPOKEN = WORDS - {"vqa"}
+IMAGE, TABLE, VQA, PAIR = {"image_classification"}, {"table_classification"}, {"vqa"}, {"preference"}
+ENCODER = {"model": {"path": "m"}, "data": {"image_size": None}}  # instead of scattered images
+# Each key of a job: the tasks in which it has an effect, a value other than its default, and what it needs beside it.
+# Those of the section privacy are about the step, whatever its task is; dp_views is refused but for images.
+EFFECTS = {
+    "model": {
+        "path": (MODELS, "other", {"image_classification": ENCODER}), "init": (WORDS, "random"), "tokenizer": (WORDS, "t"),
+        "new_tokens": (SPOKEN, ["a"]), "gguf_file": (WORDS, "g"), "pooling": (TASKS, "model"), "hidden": (FEATURES, 9),
+        "local_files_only": (MODELS, False, {"image_classification": ENCODER}),
+    },
+    "data": {
+        "train": (TASKS, "other"), "eval": (TASKS, "e"), "eval_fraction": (TASKS, 0.2), "spent": (TASKS, ["s"]),
+        "budget": (TASKS, "b", {task: {"data": {"budget_run": "r"}} for task in TASKS}),
+        "budget_run": (TASKS, "r", {task: {"data": {"budget": "b"}} for task in TASKS}),
+        "budget_spender": (TASKS, "s", {task: {"data": {"budget": "b", "budget_run": "r"}} for task in TASKS}),
+        "deduplicate": (TASKS, False), "max_length": (WORDS, 9),
+        "unit_column": ({*TASKS} - IMAGE, "u", {task: {"data": {"max_records_per_unit": 2}} for task in TASKS}),
+        "max_records_per_unit": ({*TASKS} - IMAGE, 2, {task: {"data": {"unit_column": "u"}} for task in TASKS}),
+        "text_column": (SPOKEN - PAIR, "t"), "text_pair_column": (PAIRS, "t"), "label_column": ({*NEW_HEAD} - IMAGE, "c"),
+        "labels": (CLASSIFIES, ["x", "y"]),
+        "prompt_column": (LANGUAGE, "p", {
+            "causal_lm": {"data": {"response_column": "r"}},
+            "seq2seq": {"data": {"response_column": "r", "prompt_template": None}},
+        }),
+        "response_column": ({*LANGUAGE} - PAIR, "r", {
+            task: {"data": {"prompt_column": "p", "prompt_template": None}} for task in LANGUAGE
+        }),
+        "prompt_template": (LANGUAGE, "{b} "),
+        "loss_on": ({"causal_lm"}, "all", {"causal_lm": {"data": {"prompt_template": "{b} "}}}),
+        "chat": ({"causal_lm", *VQA, *PAIR}, ["a", "b"]),
+        "tools_column": ({"causal_lm", *PAIR}, "f", {task: {"data": {"chat": ["a", "b"]}} for task in TASKS}),
+        "chosen_column": (PAIR, "c"), "rejected_column": (PAIR, "c"), "image_column": (VQA, "c"), "max_images": (VQA, 2),
+        "image_size": (VQA | IMAGE, [12, 12]), "question_column": (VQA, "c"), "answer_column": (VQA, "c"),
+        "numbers": (TABLE, {"n": [0, 2]}), "categories": (TABLE, {"c": ["x"]}), "missing": (TABLE, "feature"),
+        "grey": (IMAGE, True),
+    },
+    "training": {
+        "learning_rate": (TASKS, 0.1), "head_rate": ({*NEW_HEAD} - {*FEATURES}, 0.1), "batch_size": (TASKS, 9),
+        "steps": (TASKS, 9), "epochs": (TASKS, 9), "physical_batch_size": (TASKS, 9), "optimizer": (TASKS, "sgd"),
+        "weight_decay": (TASKS, 0.1), "scheduler": (TASKS, "cosine"), "warmup_steps": (TASKS, 9), "seed": (TASKS, 9),
+        "eval_steps": (TASKS, 9, {task: {"data": {"eval_fraction": 0.2}} for task in TASKS}), "save_steps": (TASKS, 9),
+        "keep_checkpoints": (TASKS, 9), "logging_steps": (TASKS, 9), "report_to": (TASKS, ["x"]), "bf16": (TASKS, True),
+        "gradient_checkpointing": (WORDS, True), "cache_mib": (TASKS, 9),
+    },
+    "lora": {
+        "rank": (WORDS, 9), "alpha": (WORDS, 9), "targets": (WORDS, ["q"]), "dropout": (SPOKEN, 0.1), "top_layers": (SPOKEN, 1),
+        "rslora": (SPOKEN, True), "method": (SPOKEN, "ffa"), "modules_to_save": (SPOKEN, ["h"]),
+    },
+    "preference": {"loss": (PAIR, "ipo"), "beta": (PAIR, 0.2), "label_smoothing": (PAIR, 0.1)},
+}  # fmt: skip
+
+
+def accepted(task, *changes):
+    """True if a small job of the task, with these changes of its sections, is taken."""
+    values = {
+        "task": task, "output_dir": "run", "strategy": "full" if task in FEATURES else "lora",
+        "model": {"path": "m"} if task in WORDS else {}, "data": {"train": "t"}, "privacy": dict(VALUES["privacy"]),
+    }  # fmt: skip
+    more = {
+        **{name: {"labels": ["a", "b"]} for name in CLASSIFIES}, "seq2seq": {"prompt_template": "{a}"},
+        "table_classification": {"labels": ["a", "b"], "numbers": {"n": [0, 1]}},
+        "image_classification": {"labels": ["a", "b"], "image_size": [8, 8]},
+    }  # fmt: skip
+    for change in ({"data": more.get(task, {})}, *changes):
+        for section, keys in change.items():
+            values[section] = {**values.get(section, {}), **keys}
+    try:
+        job_from_dict(values)
+    except InvalidArgument:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_key_is_taken_where_it_has_an_effect_and_nowhere_else(task):
+    """What the user writes, and nothing reads, looks as if it had been done."""
+    assert {name: {*keys} for name, keys in EFFECTS.items()} == {
+        name: {key.name for key in dataclasses.fields(section)}
+        for name, section in SECTIONS.items()
+        if name != "privacy"
+    }
+    assert accepted(task)
+    wrong = []
+    for section, keys in EFFECTS.items():
+        for key, (tasks, value, *beside) in keys.items():
+            needs = beside[0].get(task, {}) if beside else {}
+            if accepted(task, needs, {section: {key: value}}) != (task in tasks):
+                wrong.append(f"{section}.{key}")
+    assert not wrong
 
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)

@@ -35,7 +35,7 @@ def config(tmp_path):
 
 
 def test_a_job_survives_json(config):
-    job = read_job(config, ["--lora.targets", "q_proj,v_proj", "--labels", "0,1"])
+    job = read_job(config, ["--lora.targets", "q_proj,v_proj", "--spent", "0,1"])
     values = json.loads(json.dumps(job_to_dict(job)))
     assert values == job_to_dict(job)
     assert values["lora"]["targets"] == ["q_proj", "v_proj"]
@@ -187,8 +187,16 @@ def test_errors_show_no_value_of_the_file(tmp_path, name):
 def test_values_as_people_write_them(tmp_path, config):
     """Numbers that are labels are texts, and 1e-5 is a number, which it is not for PyYAML itself."""
     path = tmp_path / "other.yaml"
-    path.write_text(JOB.replace("train: mails.jsonl", "train: mails.jsonl, labels: [0, 1]"))
-    assert read_job(path).data.labels == read_job(config, ["--labels", "0, 1"]).data.labels == ("0", "1")
+    path.write_text(
+        JOB.replace("causal_lm", "text_classification").replace(
+            "train: mails.jsonl", "train: mails.jsonl, labels: [0, 1]"
+        )
+    )
+    assert (
+        read_job(path).data.labels
+        == read_job(config, ["--task", "text_classification", "--labels", "0, 1"]).data.labels
+        == ("0", "1")
+    )
     for text in ("1e-5", "1E-5", "1.0e-5", "1e-05", "0.00001", "+1e-5"):
         path.write_text(JOB.replace("1e-5", text))
         assert read_job(path).privacy.dp_delta == read_job(config, ["--dp-delta", text]).privacy.dp_delta == 1e-5

@@ -235,7 +235,7 @@ REFUSED = {  # task, flags -> message
     "labels of numbers": ("text_regression", ["--labels", "a,b"], "Expected data.labels with task text_classification or token_classification or"),
     "pairs of words": ("token_classification", ["--text_pair_column", "b"], "data.text_pair_column with task text_classification or text_regression only"),
     "nothing to read": ("seq2seq", ["--prompt_template", "null"], "Expected what the encoder reads with task='seq2seq'"),
-    "loss of the encoder": ("seq2seq", ["--loss_on", "all"], "no loss on the prompt of a seq2seq job"),
+    "loss of the encoder": ("seq2seq", ["--loss_on", "all"], "data.loss_on with task causal_lm only"),
     "images of texts": ("seq2seq", ["--max_images", "2"], "data.max_images with task vqa only"),
     "a size of texts": ("seq2seq", ["--image_size", "4,4"], "data.image_size with task vqa or image_classification only"),
     "one size": ("seq2seq", ["--image_size", "4"], "data.image_size to be [height, width], both >= 1"),

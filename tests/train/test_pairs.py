@@ -135,7 +135,7 @@ KEYS = {
     "a column twice": (["--chat", "chosen,chosen"], "at most two of its prompt, then those of the chosen and of the"),
     "another name of an answer": (["--chosen_column", "best"], "no data.chosen_column with data.chat"),
     "a prompt and a chat": (["--prompt_column", "a"], "Expected data.chat or data.prompt_column, got both"),
-    "loss on the prompt": (["--loss_on", "all"], "no loss on the prompt of a pair"),
+    "loss on the prompt": (["--loss_on", "all"], "data.loss_on with task causal_lm only"),
 }  # fmt: skip
 
 

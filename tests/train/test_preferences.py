@@ -174,7 +174,7 @@ REFUSED = {
     "smoothing": ((), ("--label_smoothing", 0.5), "0 <= preference.label_smoothing < 0.5"),
     "beta": ((), ("--beta", 0), "0 < preference.beta"),
     "a loss that is none": ((), ("--preference.loss", "kto"), "--loss to be one of 'sigmoid', 'ipo' or 'hinge'"),
-    "loss on the prompt": ((), ("--loss_on", "all"), "no loss on the prompt of a pair"),
+    "loss on the prompt": ((), ("--loss_on", "all"), "data.loss_on with task causal_lm only"),
     "of another task": ((), ("--task", "causal_lm", "--prompt_column", "null", "--beta", 0.2), "preference.beta with task preference only"),
     "a response": ((), ("--response_column", "chosen"), "data.response_column with task causal_lm or seq2seq only"),
     "4 bits on a CPU": ((), ("--strategy", "qlora", "--init", "pretrained"), "Expected another strategy than 'qlora' for preferences"),

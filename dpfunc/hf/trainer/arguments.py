@@ -150,6 +150,9 @@ class PrivacyArguments:
             (private and self.dp_delta is None,
              "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
              "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."),
+            (private and self.dp_telemetry is None and self.dp_telemetry_share != type(self).dp_telemetry_share,
+             f"Expected dp_telemetry together with dp_telemetry_share, got dp_telemetry_share="
+             f"{self.dp_telemetry_share} alone: there are no statistics to take a share."),
             (private and self.dp_max_grad_norm is None and self.dp_clip == "flat",
              "Expected dp_max_grad_norm to be given with dp_clip='flat', got dp_max_grad_norm=None. It bounds the "
              "gradient of each sample, e.g. 1.0. dp_clip='automatic' needs none."),
