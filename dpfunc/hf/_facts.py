@@ -5,7 +5,7 @@ May import: its folder, budget, evidence, rehearsal, release and below. Privacy 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,12 @@ AnyForward = Callable[..., Any]  # `forward(params, **inputs) -> output`, e.g. o
 
 # Decoders with a table of positions that is looked up from the start of the row, padding or not.
 _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
-_POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # layers that look positions up in a table
+_POSITIONS = (
+    "wpe",
+    "position_embeddings",
+    "embed_positions",
+    "positions_embed",
+)  # layers that look positions up in a table
 _NESTED = ("idefics", "smolvlm", "mllama")  # images have an axis for the samples and one for those of a sample
 
 
@@ -203,16 +208,20 @@ def _soft_prompt(module: nn.Module) -> int:
 
 
 def _tables(base: nn.Module) -> Tables:
-    inputs: Any = getattr(base, "get_input_embeddings", lambda: None)()
+    inputs: Any = None
+    with suppress(AttributeError, NotImplementedError):  # a class of a user, whose names Transformers does not know
+        inputs = base.get_input_embeddings()  # type: ignore[operator]  # of Transformers
     inside = () if inputs is None else inputs.modules()  # PEFT has the table of tokens within a module of its own
     tokens = next((module.num_embeddings for module in inside if hasattr(module, "num_embeddings")), None)
-    positions = None
+    found = []
     for name, module in base.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             # RoBERTa and its like number positions from behind the padding's, OPT and BART from 2
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
-            positions = module.num_embeddings - max(unused, int(getattr(module, "offset", 0)))
-    return Tables(tokens, positions)
+            found.append(module.num_embeddings - max(unused, int(getattr(module, "offset", 0))))
+    # input_ids go to the encoder, which comes first; an encoder of images comes before its language model
+    first = 0 if getattr(getattr(base, "config", None), "is_encoder_decoder", False) else -1
+    return Tables(tokens, found[first] if found else None)
 
 
 def augments(config: object) -> bool:

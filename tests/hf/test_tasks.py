@@ -14,6 +14,14 @@ from models import Case
 from task_models import IGNORED, MODELS, SoftmaxLoss, alone, build, loss_of, sentence_model, sentences
 from torch import nn
 from trainer_cases import PRIVACY, training_arguments
+from transformers import (
+    BertConfig,
+    LEDConfig,
+    LEDForConditionalGeneration,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedModel,
+)
 from zoo import language as zoo
 from zoo.parity import engine_that_equals_the_loop, roughen
 
@@ -25,7 +33,7 @@ from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf import losses
-from dpfunc.hf._facts import facts_of
+from dpfunc.hf._facts import facts_of, facts_of_model
 from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
@@ -189,6 +197,26 @@ def test_token_ids_and_rows_that_do_not_fit_the_tables_are_named(make, task, fau
     assert ("truncation=True" in str(caught.value)) == (not computed)
     with pytest.raises(RuntimeError, match="tensor a"):  # other errors of a model are its own
         make_loss_fn(lambda params, **inputs: torch.ones(2) + torch.ones(3), "causal_lm")({}, BATCH)
+
+
+def test_tables_of_models_whose_parts_have_other_names():
+    """Rows go to the encoder; the table of GPT-1 has a name of its own; a user's class need not name its tables."""
+    small = {"d_model": 16, **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("attention_heads",)}}
+    led = LEDConfig(
+        vocab_size=40, **small, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8,
+        max_encoder_position_embeddings=64, max_decoder_position_embeddings=16, attention_window=4,
+    )  # fmt: skip
+    assert facts_of_model(LEDForConditionalGeneration(led)).tables.positions == 64
+    gpt = OpenAIGPTConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    assert facts_of_model(OpenAIGPTLMHeadModel(gpt)).tables.positions == 16
+
+    class Mine(PreTrainedModel):
+        config_class = BertConfig
+
+        def forward(self, input_ids):
+            return input_ids
+
+    assert facts_of_model(Mine(BertConfig())).tables.tokens is None
 
 
 # Models
