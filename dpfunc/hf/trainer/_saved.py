@@ -35,9 +35,12 @@ def beside_adapters(model: Any) -> list[str]:
         return []
     missing = _loaded(base, getattr(base, "name_or_path", ""))["missing_keys"]
     adapters = set(model.peft_config)
+    starts = [str(getattr(config, "init_lora_weights", "")) for config in model.peft_config.values()]
+    random = any(start.startswith("pissa_niter") for start in starts)  # takes a part of the base away, found at random
     return [
         name for name, param in model.named_parameters()
         if name.removeprefix(_BASE).replace(_LAYER, ".") in missing
+        or (random and _LAYER in name)
         or (param.requires_grad and adapters.isdisjoint(name.split(".")))
     ]  # fmt: skip
 

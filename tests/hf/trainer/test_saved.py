@@ -50,6 +50,7 @@ METHODS = {
     "LoRA of a layer that was drawn": {"target_modules": ["query", "pooler.dense"]},
     "LoRA of all layers": {"target_modules": "all-linear"},
     "DoRA": {"target_modules": ["query"], "use_dora": True},
+    "PiSSA by random products": {"target_modules": ["query"], "init_lora_weights": "pissa_niter_1"},
 }
 
 
