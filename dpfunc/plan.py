@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from dpfunc._utils.validation import (
+    boolean,
     checked,
     count,
     expect,
@@ -90,6 +91,7 @@ class _Budget(Protocol):
     "adjacency": partial(one_of, allowed=ADJACENCIES),
     "allocation": partial(one_of, allowed=("uniform", "optimal")),
     "accountant": partial(one_of, allowed=ACCOUNTANTS, hint="The GDP approximation under-reports: no budget."),
+    "allow_large_delta": boolean,
 })  # fmt: skip
 class Plan:
     """Sampling, clipping, noise, steps and delta, which together fix epsilon. A plan can be published.
@@ -147,6 +149,11 @@ class Plan:
                 raise fail(domain, name, part)
         self._check_parts()
         self.noise.check(self.run)
+        positive("expected_batch_size of the sampler", self.sampler.expected_batch_size(0))
+        expect(
+            self.ledger().events, "noise whose events say what the steps of the run cost", "events", (),
+            "A release that no event counts is free in every ledger.",
+        )  # fmt: skip
         self._check_budget()
 
     def _check_parts(self) -> None:

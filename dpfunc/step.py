@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.validation import fail, named, one_of, refuse, wrong_type
+from dpfunc._utils.validation import expect, fail, named, one_of, refuse, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import (
@@ -210,11 +210,18 @@ class DPStep:
         self, clipped: ClippedSum, params: Params, state: StepState, clip: StepClip
     ) -> tuple[dict[str, Tensor], Any]:
         mechanism, turn = self._mechanism, states.turn_of(state)
-        return (
-            mechanism.add(clipped, state.noise_state, turn)
-            if self.ranks is None
-            else release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, turn)
+        if self.ranks is not None:
+            return release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, turn)
+        released, noise_state = mechanism.add(clipped, state.noise_state, turn)
+        wanted, got = (
+            {name: f"{value.dtype} {tuple(value.shape)}" for name, value in sums.items()}
+            for sums in (clipped.sums, released)
         )
+        expect(
+            got == wanted, "noise of the names, dtypes and shapes of the sums", "what the mechanism returned",
+            sorted(got.items() ^ wanted.items()), "Nothing was released and nothing was spent.",
+        )  # fmt: skip
+        return released, noise_state
 
     @cached_property
     def _mechanism(self) -> Mechanism:

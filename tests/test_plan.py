@@ -13,6 +13,7 @@ from dpfunc import Ledger, Plan, clipping, sampling
 from dpfunc.accounting import Event
 from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.errors import InvalidArgument, LedgerConflict, NoiseWarning
+from dpfunc.noise import Gaussian
 from dpfunc.types import Schedule
 
 GOOD = {
@@ -31,7 +32,25 @@ BUDGET = {
     "clip": clipping.Flat(clip_norm=1.0),
 }
 
+
+class Free(Gaussian):
+    """Noise of a user that forgot to say what it costs."""
+
+    def events(self, run, start, stop):
+        return ()
+
+
+class OfNoSize(sampling.Poisson):
+    """A sampler of a user whose expected batch divides gradients by NaN."""
+
+    def expected_batch_size(self, step):
+        return float("nan")
+
+
 CONTRADICTIONS = {
+    "noise that costs nothing": ({"noise": Free()}, r"Expected noise whose events say what the steps of the run cost"),
+    "batches of no size": ({"sampler": OfNoSize(1000, 0.05)}, r"Expected 0 < expected_batch_size of the sampler < inf"),
+    "a word for true": ({"delta": 1e-3, "allow_large_delta": "false"}, r"Expected allow_large_delta to be true or false"),
     "delta too large": ({"delta": 1e-3}, r"Expected delta < 1 / dataset_size = 0.001, got delta=0.001.*allow_large_delta"),
     "delta 0": ({"delta": 0.0}, r"Expected 0 < delta < 1, got delta=0\.0"),
     "delta 1": ({"delta": 1.0}, r"Expected 0 < delta < 1, got delta=1\.0"),

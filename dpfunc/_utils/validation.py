@@ -9,8 +9,10 @@ import hashlib
 import inspect
 import json
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc._utils.lazy import WORDS
@@ -85,16 +87,22 @@ def refuse(*rules: tuple[object, Exception | str]) -> None:
             raise error if isinstance(error, Exception) else InvalidArgument(error)
 
 
+def _is_no_number(value: object) -> bool:
+    """True for texts, and for bools and complex numbers, also those of numpy and torch, which convert themselves."""
+    kind = str(getattr(value, "dtype", ""))
+    return isinstance(value, (bool, str, bytes)) or "bool" in kind or "complex" in kind
+
+
 def real(
     name: str, value: object, domain: str, hint: str = "", inside: Callable[[float], bool] = math.isfinite
 ) -> float:
-    """A finite real number inside its domain that is not a bool (numpy scalars are welcome)."""
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise fail(domain, name, value, hint or f"Pass a number, not {type(value).__name__}.")
+    """A finite real number inside its domain that is not a bool (scalars of numpy and torch are welcome)."""
     try:
-        number = float(cast(SupportsFloat, value))
+        number = float("no" if _is_no_number(value) else cast(SupportsFloat, value))
     except OverflowError:
         raise fail(domain, name, "an integer that float64 cannot hold", hint) from None
+    except (TypeError, ValueError, RuntimeError):  # also of several numbers
+        raise fail(domain, name, value, hint or f"Pass a number, not {type(value).__name__}.") from None
     expect(math.isfinite(number) and inside(number), domain, name, value, hint)
     return number
 
@@ -115,8 +123,9 @@ below_one = _range("0 <= {} < 1", lambda number: 0 <= number < 1)
 
 def integer(name: str, value: object, minimum: int = 0, hint: str = "") -> int:
     """An integer >= minimum; floats and bools are refused, numpy integers are welcome."""
-    whole = not isinstance(value, bool) and hasattr(value, "__index__")
-    number = cast(SupportsIndex, value).__index__() if whole else minimum - 1
+    number = minimum - 1
+    with suppress(TypeError):  # of an array, and of a tensor of floats
+        number = number if _is_no_number(value) else operator.index(cast(SupportsIndex, value))
     expect(number >= minimum, f"an integer {name} >= {minimum}", name, value, hint)
     return number
 

@@ -7,9 +7,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from dpfunc._utils.validation import expect, fail, line, one_of, open_unit, positive, refuse
+from dpfunc._utils.validation import checked, expect, fail, line, one_of, open_unit, positive, refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.ledger import to_values
 from dpfunc.errors import CheckpointError, DPFuncError, InvalidArgument
@@ -21,6 +22,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, DPFuncError)
 
 
 @dataclass(frozen=True)
+@checked({"epsilon": positive, "delta": open_unit, "adjacency": partial(one_of, allowed=ADJACENCIES)})
 class Facts:
     """Public facts of a budget, see `Budget.create`; fixed when it is made."""
 
@@ -32,9 +34,6 @@ class Facts:
     earlier: Ledger
 
     def __post_init__(self) -> None:
-        positive("epsilon", self.epsilon)
-        open_unit("delta", self.delta)
-        one_of("adjacency", self.adjacency, ADJACENCIES)
         for name in (self.unit, *self.spenders):
             line("unit and spenders", name)
         expect(self.spenders, "the names of who may spend", "spenders", self.spenders)

@@ -84,6 +84,8 @@ class JointMoments:
 
     def params(self, params: Params) -> dict[str, Tensor]:
         """Parameters for the step: these, and as many numbers for the squares, which train nothing."""
+        taken = [name for name in params if name.startswith(_SQUARES)]
+        expect(not taken, f"no parameter whose name begins with {_SQUARES!r}", "params", taken, "Rename it.")
         return {**params, **{_SQUARES + name: torch.zeros_like(value) for name, value in params.items()}}
 
     def loss(self, loss_fn: Callable[..., Any]) -> Callable[[Params, Any], Tensor]:

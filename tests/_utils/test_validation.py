@@ -1,4 +1,4 @@
-"""Keywords that are unknown: the error says what it is called here."""
+"""Keywords that are unknown, and values that are no numbers: the error says what is meant, by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import inspect
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 import dpfunc
 from dpfunc import clipping, sampling
+from dpfunc._utils.validation import count, positive
+from dpfunc.errors import InvalidArgument
 from dpfunc.hf import PrivacyArguments
 
 PLAN = dpfunc.Plan(sampling.Poisson(1000, 0.1), clipping.Flat(1.0), noise_multiplier=1.0, num_steps=3, delta=1e-4)
@@ -75,3 +79,23 @@ def test_signature_and_doctests_stay():
 def test_integers_that_no_float_holds(value):
     with pytest.raises(dpfunc.errors.InvalidArgument, match="0 < clip_norm < inf, got clip_norm='an integer"):
         clipping.Flat(value)
+
+
+FLAGS = [True, np.True_, torch.tensor(True), np.complex128(1 + 2j), torch.tensor(1j), "1", b"1", None, [1.0]]
+
+
+@pytest.mark.parametrize("value", [*FLAGS, np.ones(2), torch.ones(2)], ids=repr)
+def test_what_is_no_number_is_refused_by_name(value):
+    """Those of numpy and torch convert themselves: a flag was 1, and a complex number its real part."""
+    for check in (positive, count):
+        with pytest.raises(InvalidArgument, match=r"got size="):
+            check("size", value)
+
+
+def test_scalars_of_numpy_and_torch_are_numbers():
+    for value in (3, np.int64(3), torch.tensor(3)):
+        assert count("size", value) == positive("size", value) == 3
+    for value in (np.float32(3), torch.tensor(3.0), torch.tensor([3.0])):
+        assert positive("size", value) == 3.0
+        with pytest.raises(InvalidArgument, match="Expected an integer size >= 1"):
+            count("size", value)

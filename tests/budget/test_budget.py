@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from budget_jobs import FACTS, steps
@@ -167,6 +168,11 @@ def test_facts_are_checked(tmp_path, wrong):
     with pytest.raises((InvalidArgument, LedgerConflict)):
         made(tmp_path, **wrong)
     assert not os.listdir(tmp_path)
+
+
+def test_numbers_of_numpy_and_torch_are_facts(tmp_path):
+    """They were an error of JSON."""
+    assert made(tmp_path, epsilon=np.float32(3), delta=torch.tensor(1e-5)).account().facts.epsilon == 3.0
 
 
 def test_two_runs_of_one_name_are_not_one(tmp_path):

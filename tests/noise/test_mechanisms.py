@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import noise_jobs
 import numpy as np
@@ -340,3 +341,39 @@ def test_sampler_or_sizes():
     for given in ({}, {"dataset_size": 50}, {"sampler": poisson, "dataset_size": 50}):
         with pytest.raises(InvalidArgument, match="Expected dataset_size and expected_batch_size, of Poisson sampling"):
             Plan.for_budget(**given, **facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning:
+    """Noise of a user whose mechanism returns something else in the place of the sums."""
+
+    change: Any
+
+    def check(self, run):
+        """Nothing is refused."""
+
+    def events(self, run, start, stop):
+        return noise.Gaussian().events(run, start, stop)
+
+    def mechanism(self, run):
+        return noise.Mechanism(lambda params: (), lambda clipped, state, turn: (self.change(dict(clipped.sums)), ()))
+
+
+OTHERS = {
+    "a shape that broadcasts": lambda sums: {name: value[..., :1] for name, value in sums.items()},
+    "more rows": lambda sums: {name: value.expand(5, *value.shape) for name, value in sums.items()},
+    "a narrow dtype": lambda sums: {name: value.half() for name, value in sums.items()},
+    "one name more": lambda sums: {**sums, "more": torch.zeros(1)},
+    "one name less": lambda sums: dict([*sums.items()][1:]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_mechanism_that_returns_something_else_releases_nothing(name, tmp_path):
+    plan = Plan(sampling.Poisson(12, 1.0), clipping.Flat(1.0), 1.0, 2, 1e-2, noise=Returning(OTHERS[name]))
+    journal = Journal(tmp_path / "journal.jsonl", plan)
+    dp_step = make_dp_step(linear_loss, plan, journal=journal)
+    state = dp_step.init(zeros(), secure_key())
+    with pytest.raises(InvalidArgument, match="Expected noise of the names, dtypes and shapes of the sums"):
+        dp_step(zeros(), as_batch(random_rows(0, 12)), state)
+    assert not journal.path.exists()

@@ -70,6 +70,12 @@ def test_sensitivity(seed, size, scale):
     assert torch.equal(flat(summed(spoiled).sums), flat(summed(without).sums))
 
 
+def test_a_parameter_with_the_name_of_squares_is_refused():
+    """Its numbers were replaced by zeros."""
+    with pytest.raises(InvalidArgument, match=r"no parameter whose name begins with '\(squares\) '"):
+        JointMoments(1.0, 1.0).params({"w": torch.ones(2), "(squares) w": torch.ones(2)})
+
+
 def test_the_bound_is_used_up():
     """A gradient of one number has the largest squares."""
     loss_fn = lambda p, x: x @ p["w"]
