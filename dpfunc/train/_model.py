@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from dpfunc._utils.validation import refuse, shorten
+from dpfunc._utils.validation import fail, refuse, shorten, suggestion
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import facts_of_model, quantised_layers
 from dpfunc.hf.models import four_bit
@@ -191,9 +191,9 @@ def key_of(job: Job, purpose: str) -> Any:
 def choose_parameters(model: nn.Module, job: Job, processing: Any) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients."""
     if job.task == "vqa":
-        return _with_strategy(model, job)
+        return _checked(_with_strategy(model, job), job.lora)
     if job.strategy in ADAPTERS:
-        return _with_lora(model, job, processing)
+        return _checked(_with_lora(model, job, processing), job.lora)
     parameters, base = dict(model.named_parameters()), f"{getattr(model, 'base_model_prefix', '')}."
     head = {name for name in parameters if job.task in NEW_HEAD and not name.startswith(base)}
     chosen = {
@@ -218,6 +218,23 @@ def _targets(lora: LoraSection) -> str | list[str] | None:
     if lora.targets == ("all-linear",):
         return "all-linear"
     return None if lora.targets is None else list(lora.targets)
+
+
+def _checked(model: Any, lora: LoraSection) -> nn.Module:
+    """The model, if each name in the section lora is of a module that it trains: PEFT drops those that it does not find
+    beside others (tests/train/test_model.py::test_a_name_of_no_module_is_refused)."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    targets = () if lora.targets == ("all-linear",) else lora.targets or ()
+    adapted = [f".{name}" for name in model.base_model.targeted_module_names] if targets else []
+    wanted = [("targets", name, f".{name}", adapted) for name in targets]
+    wanted += [("modules_to_save", name, f"{name}.modules_to_save", names) for name in lora.modules_to_save or ()]
+    refuse(
+        *((not any(each.endswith(end) for each in there),
+           fail("the end of the name of a module that can be trained so", f"lora.{key}", name,
+                suggestion(name, sorted({each.rpartition(".")[2] for each in names}))))
+          for key, name, end, there in wanted),
+    )  # fmt: skip
+    return cast(nn.Module, model)
 
 
 def _rows_to_train(model: Any, job: Job, tokenizer: Any) -> dict[str, list[int]] | None:

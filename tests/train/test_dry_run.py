@@ -56,6 +56,8 @@ REFUSED = {  # flags, exit code, message
     "folder not ours": (["--output_dir", "locked/x"], 1, "'locked' may not be"),
     "no weights": (["--init", "pretrained"], 1, "Expected a model for causal_lm in 'tiny'"),
     "targets": (["--lora.targets", "nix"], 1, "Target modules {'nix'} not found"),
+    "one of the targets": (["--lora.targets", "q_proj,v_prj"], 1, "got lora.targets='v_prj'. Did you mean 'v_proj'?"),
+    "whole modules": (["--lora.modules_to_save", "lm_hed"], 1, "got lora.modules_to_save='lm_hed'. Did you mean 'lm_head'?"),
     "no table": (["--data.train", "nowhere.jsonl"], 1, "nowhere.jsonl"),
     "no journal": (["--spent", "nowhere.jsonl"], 1, "Expected a journal or ledger of a run, got 'nowhere.jsonl'"),
     "no column": (["--text_column", "body"], 1, "Expected a text in the column 'body' in row 1 of mails.jsonl"),

@@ -61,6 +61,33 @@ def test_the_start_is_drawn_from_the_public_seed(tmp_path, monkeypatch):
     assert not torch.equal(one, start(1))
 
 
+NAMES = {  # task, flags, the name that is refused, or None
+    "a target": ("causal_lm", ["--lora.targets", "q_proj,v_prj"], "lora.targets='v_prj'"),
+    "an end of a word": ("causal_lm", ["--lora.targets", "q_proj,proj"], "lora.targets='proj'"),
+    "all and one more": ("causal_lm", ["--lora.targets", "all-linear,q_proj"], "lora.targets='all-linear'"),
+    "a whole module": ("causal_lm", ["--lora.modules_to_save", "norm,lm_hed"], "lora.modules_to_save='lm_hed'"),
+    "images": ("vqa", ["--lora.targets", "q_proj,v_prj"], "lora.targets='v_prj'"),
+    "good names": ("causal_lm", ["--lora.targets", "self_attn.q_proj,v_proj", "--lora.modules_to_save", "norm,lm_head"], None),
+    "good names of images": ("vqa", ["--lora.targets", "q_proj,v_proj"], None),
+    "all": ("causal_lm", ["--lora.targets", "all-linear"], None),
+    "vera": ("causal_lm", ["--lora.targets", "q_proj", "--lora.method", "vera"], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "flags", "refused"), NAMES.values(), ids=NAMES)
+def test_a_name_of_no_module_is_refused(here, task, flags, refused):
+    """PEFT trains the others, and says nothing."""
+    here(task)
+    job = read_job("job.yaml", flags)
+    processing = load_processing(job)
+    base = load_base(job, processing)
+    if refused is None:
+        assert any(p.requires_grad for p in choose_parameters(base, job, processing).parameters())
+        return
+    with pytest.raises(InvalidArgument, match=refused):
+        choose_parameters(base, job, processing)
+
+
 # Bases in 4 bits
 
 CLASSES = {
