@@ -256,6 +256,6 @@ def tuned(values: Mapping[str, Any], chosen: Job) -> dict[str, Any]:
         **{name: value for name, value in (values.get("training") or {}).items() if name != "epochs"},
         **given(chosen.training, "learning_rate", "head_rate", "batch_size", "steps", "physical_batch_size"),
     }
-    if chosen.strategy not in ADAPTERS:
-        return {**values, "training": kept}
-    return {**values, "training": kept, "lora": (values.get("lora") or {}) | given(chosen.lora, "rank", "top_layers")}
+    privacy = (values.get("privacy") or {}) | given(chosen.privacy, "dp_clip", "dp_max_grad_norm")  # of a recipe, too
+    lora = {"lora": (values.get("lora") or {}) | given(chosen.lora, "rank", "top_layers")}
+    return {**values, "privacy": privacy, "training": kept, **(lora if chosen.strategy in ADAPTERS else {})}

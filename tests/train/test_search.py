@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from search_cases import MadeUpRuns
 from text_job import write_job, write_table
 
@@ -166,6 +167,27 @@ def test_what_is_written_is_the_job_of_the_best_candidate(here):
     plan = prepare(job).plan
     assert (plan.num_steps, plan.noise_multiplier) == (15, noise_of(candidate.plan))
     assert (job.privacy.dp_epsilon, job.data.train) == (8.0, "mails.jsonl")
+
+
+@pytest.mark.parametrize("strategy", ["head", "lora", "full"])
+@pytest.mark.parametrize("given", ["", "dp_clip: adaptive", "per_sample_max_grad_norm: 2.0"])
+def test_the_written_job_trains_as_its_candidate_was_compared(tmp_path, monkeypatch, strategy, given):
+    """All that a recipe decides: the file gives rate, batch size and steps, so that no recipe is found for it again."""
+    path = write_job(tmp_path, "text_classification", "bert", extra=f"strategy: {strategy}\n")
+    text = path.read_text().replace(", init: random", "").replace("dp_max_grad_norm: 1.0", given or "dp_enabled: true")
+    path.write_text(text.replace("learning_rate: 1e-2, batch_size: 32, steps: 4, ", ""))
+    write_table(tmp_path / PUBLIC, 200, seed=5)
+    monkeypatch.chdir(tmp_path)
+    (candidate,) = searched().candidates
+    job = candidate.prepared.job
+    Path("tuned.yaml").write_text(yaml.safe_dump(tuned(read_yaml("job.yaml"), job)))
+    found = prepare(read_job("tuned.yaml"))
+    noise, clip = found.plan.noise_multiplier, job.privacy.clip()
+    assert found.plan == dataclasses.replace(candidate.plan, noise_multiplier=noise, clip=clip)
+    assert math.isclose(noise_of(found.plan), noise_of(candidate.plan), rel_tol=1e-9)
+    kept = {"save_steps": found.job.training.save_steps, "seed": found.job.training.seed}
+    assert found.job.training == dataclasses.replace(job.training, **kept)
+    assert (found.job.lora, found.job.model) == (job.lora, job.model)
 
 
 def test_each_candidate_gets_its_mean_score(here, monkeypatch):
