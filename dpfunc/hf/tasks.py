@@ -316,6 +316,19 @@ def infer_task(model: nn.Module) -> str:
     return task
 
 
+def task_of(loss: object, model: nn.Module) -> str | None:
+    """The name of the task of a loss, also of one of people or of views; None for a function that is not in `TASKS`.
+
+    >>> from dpfunc.sampling.users import mean_over_texts
+    >>> task_of(mean_over_texts(TASKS["seq2seq"]), nn.Linear(2, 3))
+    'seq2seq'
+    """
+    own, base = getattr(loss, "sample_loss", loss), base_model(model)
+    names = [name for name, each in TASKS.items() if own in (name, each)]
+    guess = _guess(base, getattr(base, "config", None))
+    return guess if guess in names else next(iter(names), None)
+
+
 def _guess(base: Any, config: object) -> str | None:
     """The task by the ending of the name of a class; or of a model that writes, where its class does not say it."""
     names = [kind.__name__ for kind in type(base).__mro__]

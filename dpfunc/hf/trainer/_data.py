@@ -20,9 +20,10 @@ from dpfunc.engines.loop import loop
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf._facts import Facts, base_model, evaluating, facts_of_model
 from dpfunc.hf.losses import IGNORED
-from dpfunc.hf.tasks import CLASSES, problem_of
+from dpfunc.hf.tasks import CLASSES, problem_of, task_of
 from dpfunc.rng import cpu_generators, cpu_seeds, insecure_key, torch_seed
 from dpfunc.sampling.records import collated, read, spread
+from dpfunc.sampling.users import MeanOverTexts
 from dpfunc.types import Batch, LossFn, Params
 
 _COLUMNS = ("labels", "label", "label_ids")  # collators of Transformers take each of them for the labels
@@ -39,7 +40,7 @@ _ROUNDING, _ROUNDING_16_BITS = 0.02, 0.2  # of the gradient
 
 
 def refuse_labels(
-    dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, task: object, name: str = "train_dataset"
+    dataset: Any, collate: Callable[[list[Any]], Any], model: nn.Module, loss: object, name: str = "train_dataset"
 ) -> str | None:  # fmt: skip
     """Refuse labels outside of the classes of the model, and numbers that are not finite, whose gradient would be zero.
 
@@ -47,15 +48,18 @@ def refuse_labels(
     Returns a warning if all of them are one class.
     """
     base = base_model(model)
-    classes = getattr(getattr(base, "config", None), "num_labels", None)
+    classes, task = getattr(getattr(base, "config", None), "num_labels", None), task_of(loss, model)
     if task not in _TASKS or not isinstance(classes, int) or not _has_outputs(base, classes):
         return None
     with torch_seed(insecure_key(0), accelerators=False):
-        sample = read(dataset, spread(len(dataset), _PROBED))
-        batch = _collated(sample, collate, name)
+        records = read(dataset, spread(len(dataset), _PROBED))
+        people = isinstance(loss, MeanOverTexts) and not isinstance(records[0], Mapping)  # evaluated are single texts
+        sample = _texts(records, people)
+        batch = _collated(sample, (lambda texts: collate([[text] for text in texts])) if people else collate, name)
         seen = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(seen, Tensor):
             return None  # the loss says what it misses
+        seen = seen[:, 0] if people else seen  # behind it are copies of the one text
         given = getattr(base.config, "problem_type", None)
         problem = CLASSES if task == "token_classification" else problem_of(given, classes, seen)
         column = _column_of(sample, seen)
@@ -66,7 +70,7 @@ def refuse_labels(
              "labels.float(). Nothing was spent."),
         )  # fmt: skip
         found: set[float] = set()
-        for labels in [seen] if column is None else _labels(dataset, column):
+        for labels in [seen] if column is None else _labels(dataset, column, people):
             _check(_flat(labels), f"in {column or 'labels'!r} of each record of {name}", problem, classes)
             found.update(np.unique(_flat(labels)).tolist() if problem == CLASSES else ())
     if len(found - {IGNORED}) != 1 or len(dataset) < _PROBED:
@@ -109,7 +113,11 @@ def _column_of(sample: list[Any], seen: Tensor) -> str | None:
     return None
 
 
-def _labels(dataset: Any, column: str) -> Iterator[list[Any]]:
+def _texts(records: list[Any], people: bool) -> list[Any]:
+    return [text for person in records for text in person] if people else records
+
+
+def _labels(dataset: Any, column: str, people: bool) -> Iterator[list[Any]]:
     """The labels of many records at a time."""
     form = getattr(dataset, "format", None)
     narrow = hasattr(dataset, "select_columns") and isinstance(form, Mapping) and form.get("type") != "custom"
@@ -117,7 +125,7 @@ def _labels(dataset: Any, column: str) -> Iterator[list[Any]]:
     whole = narrow or isinstance(dataset, (list, tuple))
     indices = range(len(dataset)) if whole else spread(len(dataset), _READ)
     for start in range(0, len(indices), _READ):
-        yield [record[column] for record in read(source, indices[start : start + _READ])]
+        yield [record[column] for record in _texts(read(source, indices[start : start + _READ]), people)]
 
 
 def _flat(labels: Any) -> npt.NDArray[np.float64]:
@@ -151,7 +159,7 @@ def _check(labels: npt.NDArray[np.float64], where: str, problem: str, classes: i
     )  # fmt: skip
 
 
-def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any, task: object, name: str) -> None:
+def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any, loss: object, name: str) -> None:
     """Refuse token ids and types outside of the tables of a model, and records with no token, or more than it takes.
 
     Every record of a text data set is collated, and 1024 of one whose batches hold floats, e.g. pixels
@@ -162,7 +170,7 @@ def refuse_records(dataset: Any, collate: Callable[[list[Any]], Any], model: Any
         return
     config = getattr(base_model(model), "config", None)
     elsewhere = [getattr(config, token) for token in _IMAGE_TOKENS if isinstance(getattr(config, token, None), int)]
-    labels = ("labels",) if task in _LEARN_TOKENS else ()
+    labels = ("labels",) if task_of(loss, model) in _LEARN_TOKENS else ()
     kinds = getattr(config, "type_vocab_size", None)
     with cpu_seeds(insecure_key(0)), torch_seed(insecure_key(0), accelerators=False):
         for batch in _batches(dataset, collate, name):
@@ -217,6 +225,8 @@ def _batches(dataset: Any, collate: Callable[[list[Any]], Any], name: str) -> It
 
 
 def _without_token(record: Any) -> bool:
+    if isinstance(record, (list, tuple)):  # the texts of a person
+        return any(map(_without_token, record))
     ids = record.get("input_ids", "-") if isinstance(record, Mapping) else "-"
     return ids is None or len(ids) == 0
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from dpfunc import distributed
 from dpfunc._utils.files import remove, sweep
@@ -323,7 +323,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             rehearse_after_gradients(self, limit, callbacks=callbacks)
 
     def _refuse(self) -> None:
-        """Refuse a model, an optimizer and callbacks with which a run would end, or train something else."""
+        """Refuse a model, an optimizer and callbacks with which a run would end, or train something else.
+
+        The model gets the special tokens of its tokenizer before, as `Trainer` begins a run.
+        """
+        if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and hasattr(
+            self.model, "config"
+        ):
+            align_special_tokens(self.model, self.processing_class)
         settings.refuse_model(self.model)
         settings.refuse_optimizer(self.optimizer, runs.trainable(self.model))
         callbacks = self.callback_handler.callbacks

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from trainer_cases import PRIVACY, classifier, labelled, language_model, training_arguments
+from trainer_cases import PRIVACY, classifier, labelled, language_model, pad, training_arguments
 from transformers import FNetConfig, FNetForSequenceClassification, XGLMConfig, XGLMForCausalLM
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
+from dpfunc.hf.tasks import TASKS, task_of
 from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
 from dpfunc.hf.trainer.trainer import DPTrainer
+from dpfunc.sampling import mean_over_views
 from dpfunc.sampling.records import spread
+from dpfunc.sampling.users import CollatePersons, mean_over_texts
 
 CLASSES, NUMBERS, SHARES = "classes 0 <= label < 3, or -100", "finite numbers in 'label'", "3 numbers from 0 to 1"
 ONE, TOKENS = "sequence_classification", "token_classification"
@@ -33,6 +36,14 @@ class Model(nn.Module):
 
 class ChoicesForMultipleChoice(Model):
     """Its outputs are the choices of a question."""
+
+
+class ForMaskedLM(Model):
+    """A model of words."""
+
+
+class ForTokenClassification(Model):
+    """A model of classes of words."""
 
 
 class Lazy(Dataset):
@@ -96,6 +107,59 @@ def test_labels_that_cannot_be_learnt_are_refused(name):
     with pytest.raises(InvalidArgument, match=message) as error:
         refuse_labels(records(labels), collate, model, task)
     assert not any(str(secret) in str(error.value) for secret in ("7", "good", "1.5", "1e"))
+
+
+PEOPLE, COLLATE_PEOPLE = mean_over_texts(TASKS[ONE]), CollatePersons(collate, 2)
+
+
+def people(labels):
+    """Of one text, and of two, of which the second one has the label."""
+    return [records([1, label] if index % 2 else [label]) for index, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize("place", [36, 37])
+def test_labels_of_people_are_read_one_by_one(place):
+    """Each text of each person; those to evaluate on are single texts."""
+    refuse_labels(people(mostly(1, 2, place)), COLLATE_PEOPLE, Model(), PEOPLE)
+    refuse_labels(records(mostly(1, 2)), COLLATE_PEOPLE, Model(), PEOPLE)
+    with pytest.raises(InvalidArgument, match=CLASSES):
+        refuse_labels(people(mostly(1, 7, place)), COLLATE_PEOPLE, Model(), PEOPLE)
+    with pytest.raises(InvalidArgument, match=CLASSES):
+        refuse_labels(records(mostly(1, 7)), COLLATE_PEOPLE, Model(), PEOPLE)
+
+
+def test_a_loss_has_the_name_of_its_task():
+    """By which its labels are known: those of one function with two names by the model."""
+    for loss in (TASKS[ONE], mean_over_views(TASKS[ONE])):
+        with pytest.raises(InvalidArgument, match=CLASSES):
+            refuse_labels(records(mostly(1, 7)), collate, Model(), loss)
+    loss = mean_over_texts(TASKS["masked_lm"])
+    assert [task_of(loss, kind(3)) for kind in (ForMaskedLM, ForTokenClassification)] == ["masked_lm", TOKENS]
+    assert task_of(lambda forward, params, batch: batch["labels"], Model()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([4, 40, 2], "0 <= id < 40 .*'input_ids' of each record of train_dataset"),
+        ([39, 39, 39], "-100 for none, in 'labels' of each record of train_dataset"),
+        ([], "a token or more in each record of train_dataset"),
+    ],
+)
+def test_tokens_of_people_are_read_one_by_one(tmp_path, text, message):
+    def one(texts):
+        batch = pad(texts)
+        batch["labels"][(batch["input_ids"] == 39).all(1)] = -1
+        return batch
+
+    data = [[{"input_ids": [3, 4, 5]}, {"input_ids": text if index == 37 else [6, 7]}] for index in range(60)]
+    trainer = DPTrainer(
+        language_model(), training_arguments(tmp_path), train_dataset=data, privacy=PRIVACY,
+        data_collator=CollatePersons(one, 2), loss=mean_over_texts(TASKS["causal_lm"]),
+    )  # fmt: skip
+    with pytest.raises(InvalidArgument, match=message):
+        trainer.train()
+    assert not (tmp_path / "privacy_journal.jsonl").exists()
 
 
 PASS = {

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from trainer_cases import (
     NOISY,
     again,
@@ -28,6 +30,10 @@ from trainer_cases import (
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
     T5Config,
@@ -36,7 +42,7 @@ from transformers import (
 )
 
 from dpfunc.checkpoint.journal import count_steps
-from dpfunc.errors import CheckpointError, InvalidArgument
+from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.hf.tasks import TASKS
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.rng import insecure_key
@@ -324,6 +330,31 @@ def test_a_rehearsal_that_is_asked_for_waits_for_no_other_process(tmp_path, monk
     monkeypatch.setattr(sys.modules[DPTrainer.__module__], "rehearse_gradients", lambda trainer: None)
     trainer._ranks = SimpleNamespace(writes=True)  # which cannot communicate
     trainer.rehearse()
+
+
+def test_a_rehearsal_has_the_padding_token_of_the_run(tmp_path):
+    """Which a Trainer takes of the tokenizer when it begins: without it the gradient depends on the padding."""
+    words = {f"w{i}": i for i in range(38)} | {"<unk>": 38, "<pad>": 39}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), unk_token="<unk>", pad_token="<pad>"
+    )
+
+    def made():
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, num_labels=2, bos_token_id=0, eos_token_id=0
+        )
+        return GPT2ForSequenceClassification(config)
+
+    data = [
+        {"input_ids": [*range(1, 3 + i % 5)], "attention_mask": [1] * (2 + i % 5), "labels": i % 2} for i in range(60)
+    ]
+    trainer_of(tmp_path / "rehearsed", made(), data, processing_class=tokenizer).rehearse()
+    trainer_of(tmp_path / "trained", made(), data, processing_class=tokenizer).train()
+    without = trainer_of(tmp_path / "without", made(), data, data_collator=DataCollatorWithPadding(tokenizer))
+    for begin in (without.rehearse, without.train):
+        with pytest.raises(UnsupportedModel, match="gradient of a short row"):
+            begin()
 
 
 LORA = ("LoraConfig", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True})
