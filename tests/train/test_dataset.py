@@ -280,6 +280,11 @@ def test_questions_may_have_several_images_or_none(tmp_path, monkeypatch):
     result = train("--eval_fraction", 0.2)
     assert result.exit_code == 0, result.output
     assert "eval_loss" in result.stdout  # its batches have several images too
+    write_rows("people.jsonl", [{**row, "author": f"a{index // 2}"} for index, row in enumerate(table)])
+    of_people = ("--eval", "data.jsonl", "--train", "people.jsonl", *PEOPLE, "--batch_size", 4)
+    result = train(*of_people, "--output_dir", "people")
+    assert result.exit_code == 0, result.output
+    assert "eval_loss" in result.stdout
     assert "(lora)" in train("--strategy", "lora", "--output_dir", "other", "--dry-run").stdout
     one = train("--max_images", 1, "--output_dir", "other")
     assert "Expected a text in the column 'image' in row 1" in one.stderr

@@ -37,7 +37,7 @@ from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.functional.fsdp import settle
 from dpfunc.hf._facts import facts_of_model
 from dpfunc.hf.preferences import Preference, margins
-from dpfunc.hf.tasks import infer_task, make_loss_fn
+from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
 from dpfunc.hf.trainer import _fsdp as fsdp
 from dpfunc.hf.trainer import _run as runs
@@ -178,6 +178,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     @cached_property
     def _task(self) -> runs.Loss:
         return infer_task(self.model) if self._loss is None else self._loss
+
+    @property
+    def _task_of_records(self) -> Any:
+        """The task of single records, also where people are trained on: theirs are evaluated one by one."""
+        return getattr(self._task, "sample_loss", self._task)
 
     @property
     def plan(self) -> Plan:
@@ -582,7 +587,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     ) -> Any:  # fmt: skip
         """As in `Trainer` to evaluate; to train the twin without privacy, the mean over the losses of the samples."""
         if self.privacy.dp_enabled or return_outputs or not model.training:
-            if "pixel_values" in inputs and self._task in ("vqa", image_text_loss):
+            if "pixel_values" in inputs and self._task_of_records in ("vqa", TASKS["vqa"], image_text_loss):
                 inputs = facts_of_model(self.model).flatten_images(inputs)  # as the loss gives them to the model
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._twin is None:
@@ -593,7 +598,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """As in `Trainer`; of preferences the mean loss of pairs, and as predictions their margins, with labels 1."""
-        task = getattr(self._task, "sample_loss", self._task)  # of people, whose records are evaluated one by one
+        task = self._task_of_records
         if not isinstance(task, Preference):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad(), self.compute_loss_context_manager():
