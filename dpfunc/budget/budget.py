@@ -137,12 +137,9 @@ class Budget:
             from dpfunc.rng import fingerprint
 
             token = fingerprint(key)  # which its journal has as well
-        if isinstance(planned, Guarantee):
-            ledger, kind = Ledger(adjacency=planned.adjacency), REST
-        else:
-            kind = RESERVE
-            ledger = planned if isinstance(planned, Ledger) else planned.ledger()
-            before = before if before is not None or isinstance(planned, Ledger) else planned.spent
+        ledger, kind = _ledger_of(planned), REST if isinstance(planned, Guarantee) else RESERVE
+        if before is None and not isinstance(planned, Ledger | Guarantee):
+            before = planned.spent
 
         def decide(account: Account) -> tuple[Event | None, BudgetEntry | tuple[Account, float]]:
             self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
@@ -150,12 +147,9 @@ class Budget:
             if entry is not None and _is_there(entry, spender, token, ledger):
                 return None, entry
             known = entry.before if entry is not None else others if before is None else before
-            if isinstance(planned, Guarantee):
-                if entry is not None or known != account.ledger():
-                    raise LedgerConflict(f"Expected a search that counts all charges, got others since. {_NOTHING}")
-                cost = planned.epsilon
-            else:
-                cost = others.compose(ledger).epsilon(account.facts.delta).epsilon
+            if isinstance(planned, Guarantee) and (entry is not None or known != account.ledger()):
+                raise LedgerConflict(f"Expected a search that counts all charges, got others since. {_NOTHING}")
+            cost = _cost(account, others, planned, ledger)
             if cost > account.facts.epsilon or account.closed:
                 return None, (account, cost)
             return _event(account, kind, run, spender, token, ledger, known)
@@ -165,8 +159,8 @@ class Budget:
             return found
         raise self._no_room(planned, ledger, *found)
 
-    def check(self, planned: Plan | Ledger, *, unit: str) -> None:
-        """Check that `reserve` has room for a run, as far as it follows from its plan. Nothing is written.
+    def check(self, planned: Plan | Ledger | Guarantee, *, unit: str) -> None:
+        """Check that `reserve` has room for a run or a search, as far as it follows from its plan. Nothing is written.
 
         Args:
             planned, unit: see `reserve`.
@@ -175,11 +169,11 @@ class Budget:
             BudgetExhausted, InvalidArgument, LedgerConflict: as `reserve`, which also compares keys.
         """
         account, (run, _) = self.account(), self._names()
-        ledger = planned if isinstance(planned, Ledger) else planned.ledger()
+        ledger = _ledger_of(planned)
         self._check(account, unit, ledger, getattr(planned, "delta", account.facts.delta))
         if run in account.entries:  # it goes on, or `reserve` says that it is another one
             return
-        cost = account.ledger().compose(ledger).epsilon(account.facts.delta).epsilon
+        cost = _cost(account, account.ledger(), planned, ledger)
         if cost > account.facts.epsilon or account.closed:
             raise self._no_room(planned, ledger, account, cost)
 
@@ -278,6 +272,20 @@ def _store() -> Any:
     except ImportError as error:
         raise InvalidArgument(f'A budget needs SQLAlchemy: pip install "dpfunc[budget]" ({error}).') from error
     return _store
+
+
+def _ledger_of(planned: Plan | Ledger | Guarantee) -> Ledger:
+    """The steps of what is planned; of a search, whose cost is no ledger, none."""
+    if isinstance(planned, Guarantee):
+        return Ledger(adjacency=planned.adjacency)
+    return planned if isinstance(planned, Ledger) else planned.ledger()
+
+
+def _cost(account: Account, others: Ledger, planned: object, ledger: Ledger) -> float:
+    """Epsilon of these steps with the others; that of a search has them in it."""
+    if isinstance(planned, Guarantee):
+        return planned.epsilon
+    return others.compose(ledger).epsilon(account.facts.delta).epsilon
 
 
 def _is_there(entry: BudgetEntry, spender: str, token: str, planned: Ledger) -> bool:

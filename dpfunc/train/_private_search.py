@@ -17,7 +17,7 @@ from dpfunc._utils.validation import refuse, unique_json
 from dpfunc.accounting import Ledger, record
 from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.record import versions
-from dpfunc.errors import CheckpointError, DPFuncError, NotWritten
+from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, LedgerConflict, NotWritten
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling import data_name
 from dpfunc.train import _run_folder as folders
@@ -120,7 +120,12 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
         sweep(secret)
         _write(secret, state, about)
         if (budget := folders.budget_of(job)) is not None:
-            budget.reserve(cost, state.key, unit=folders.unit_of(job), before=search.spent)
+            try:
+                budget.reserve(cost, state.key, unit=folders.unit_of(job), before=search.spent)
+            except (BudgetExhausted, LedgerConflict):  # nothing was reserved: the folder is as it was
+                if not resume:
+                    remove(secret)
+                raise
         uniform = float(stream(fold_in(state.key, "number of runs")).random())
         while state.done < runs.quantile(uniform):
             state = _after_a_run(search, secret, state)

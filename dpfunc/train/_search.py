@@ -96,6 +96,8 @@ def prepare_search(
     if runs is None:
         return Search(job, tuple(_on_public(candidate) for candidate in found), records, size, spent)
     cost = record.search_cost(runs, [each.plan.ledger() for each in found], score_noise, found[0].plan.delta, spent)
+    if (budget := folders.budget_of(job)) is not None:
+        budget.check(cost, unit=folders.unit_of(job))
     # what would end each of its runs would cost the whole budget and release nothing; a rate alone ends none
     for each in {str({**one.values, "learning_rate": None}): one for one in found}.values():
         rehearse(each.prepared)

@@ -364,11 +364,18 @@ def test_a_search_takes_the_rest(tmp_path):
         search.reserve(cost, key, unit=UNIT, before=steps(9))
     with pytest.raises(BudgetExhausted, match="Lower the epsilon"):
         search.reserve(replace(cost, epsilon=5.5), key, unit=UNIT, before=steps(10))
+    with pytest.raises(BudgetExhausted, match="Lower the epsilon"):
+        search.check(replace(cost, epsilon=5.5), unit=UNIT)
+    with pytest.raises(InvalidArgument, match="delta of the budget"):
+        search.check(replace(cost, delta=1e-5), unit=UNIT)
+    search.check(cost, unit=UNIT)
     search.reserve(cost, key, unit=UNIT, before=steps(10))
     search.reserve(cost, key, unit=UNIT, before=steps(10))
     assert budget.account().closed
     assert search.spent() == steps(10)
+    search.check(cost, unit=UNIT)  # which goes on
     for late in (lambda: of(budget, "b").reserve(steps(1), "b", unit=UNIT),
+                 lambda: of(budget, "s").check(cost, unit=UNIT),
                  lambda: of(budget, "s").reserve(cost, "s", unit=UNIT)):  # fmt: skip
         with pytest.raises(BudgetExhausted, match="A search has reserved all"):
             late()

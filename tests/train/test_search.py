@@ -23,7 +23,7 @@ from text_job import write_job, write_table
 from dpfunc.accounting import Ledger, RunCount, selection_epsilon
 from dpfunc.accounting.record import ONE_RECORD, SelectionRecord
 from dpfunc.budget import Budget
-from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, InvalidArgument, NotWritten
+from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import _private_search, _search_runs
 from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials, tuned
@@ -469,7 +469,7 @@ def test_a_search_takes_the_rest_of_a_budget(place, tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (["--optimizer", "adamm"], "adamm is not a valid OptimizerNames"),
-        (["--scheduler", "cosine_with_min_lr"], "min_lr"),  # which its schedule lacks: found where it is made
+        (["--optimizer", "galore_adamw"], "optimizer"),  # which needs another package, and settings
     ],
 )
 def test_a_fault_of_every_run_is_found_before_the_budget_is_reserved(place, tmp_path, monkeypatch, flags, message):
@@ -485,3 +485,40 @@ def test_a_fault_of_every_run_is_found_before_the_budget_is_reserved(place, tmp_
         ))  # fmt: skip
     assert not budget.account().entries
     assert not (tmp_path / "run").exists()
+
+
+BY_A_BUDGET = {  # what the budget of the data set is made with instead, and what a search is told
+    "too small": ({"epsilon": 4.0}, BudgetExhausted, "Lower the epsilon of the search"),
+    "another delta": ({"delta": 1e-4}, InvalidArgument, "This is the delta of the budget"),
+    "another spender": ({"spenders": ["ben"]}, InvalidArgument, "These may spend"),
+    "another unit": ({"unit": "one patient"}, InvalidArgument, "what the budget protects"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BY_A_BUDGET.values(), ids=BY_A_BUDGET)
+def test_a_search_asks_its_budget_before_anything_is_written(place, tmp_path, monkeypatch, change, error, message):
+    """In a dry run, too; and the folder is as it was, so that the same command can be given again."""
+    facts = {"epsilon": 8.0, "delta": 1e-3, "unit": ONE_RECORD, "adjacency": "add_remove", "spenders": ["ana"]}
+    Budget(tmp_path / "budget.db").create(**{**facts, **change})
+    monkeypatch.chdir(place[0])
+    names = ("--budget", str(tmp_path / "budget.db"), "--budget_run", "search", "--budget_spender", "ana")
+    with pytest.raises(error, match=message):
+        prepare_search(all_trials(*names, "--output_dir", str(tmp_path / "run"), factors=None), **SETTINGS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_search_that_its_budget_refuses_at_last_can_be_begun_again(place, tmp_path, monkeypatch):
+    """Another run has reserved between the plan of the search and its begin."""
+    budget = Budget(tmp_path / "budget.db", run="other", spender="ana").create(
+        epsilon=8.0, delta=1e-3, unit=ONE_RECORD, adjacency="add_remove", spenders=["ana"]
+    )
+    monkeypatch.chdir(place[0])
+    names = ("--budget", str(tmp_path / "budget.db"), "--budget_run", "search", "--budget_spender", "ana")
+    flags = (*names, "--output_dir", str(tmp_path / "run"))
+    early = prepare_search(all_trials(*flags, factors=None), **SETTINGS)
+    budget.reserve(Ledger((Event(1.0, 20.0, 1),)), "other", unit=ONE_RECORD)
+    MadeUpRuns(monkeypatch)
+    with pytest.raises(LedgerConflict, match="counts all charges"):
+        run_search(early)
+    run_search(prepare_search(all_trials(*flags, factors=None), **SETTINGS), insecure_seed=2101)
+    assert budget.account().closed
