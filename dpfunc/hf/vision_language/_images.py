@@ -393,11 +393,10 @@ def is_image(path: Path) -> bool:
 
 
 def check_readable(path: Path | str) -> None:
-    """Check that an image can be read to its end; a JPEG is decoded in a small size, which is faster."""
+    """Check that an image can be read as `opened` reads it; a JPEG is decoded in a small size, which is faster."""
     with _opened_image(path) as file:
         file.draft("RGB", (1, 1))
-        file.load()
-        _eight_bits(file, file.format)
+        _in_colour(file)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
@@ -148,6 +149,13 @@ def large_png(width, height):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
 
 
+def with_exif(content):
+    """A picture with this in the place where it says how it is turned."""
+    file = io.BytesIO()
+    draw("red", "circle", 20, 0).save(file, "png", exif=content)
+    return file.getvalue()
+
+
 IMAGES = {
     "large": (lambda: large_png(9000, 9000), "at most 67108864 pixels, got 9000 x 9000"),
     "larger, PIL would warn": (lambda: large_png(10_000, 10_000), "at most 67108864 pixels, got one with more"),
@@ -155,6 +163,8 @@ IMAGES = {
     "text": (lambda: b"my secret", "it is of no format that is known"),
     "nothing": (lambda: b"", "it is of no format that is known"),
     "half": (lambda: large_png(64, 4000)[:60], "it is damaged"),
+    "no EXIF in the place of EXIF": (lambda: with_exif(b"Exif\0\0nonsense"), "it is damaged"),
+    "a part of EXIF": (lambda: with_exif(b"Exif\0\0II*\0"), "it is damaged"),
 }
 
 
