@@ -168,7 +168,8 @@ def attach(
 
     Raises:
         InvalidArgument: no such layer, a layer of another kind, a rank that is too large.
-        UnsupportedModel: see `dpfunc.functionalize`; attributes that cannot be copied.
+        UnsupportedModel: see `dpfunc.functionalize`; attributes that cannot be copied; a layer whose class has a
+            forward of its own (an embedding that is scaled, as in Gemma 3).
 
     Guarantees:
         equals the merged module (tests/lora/test_adapter.py::test_merge), leaves the module alone
@@ -190,7 +191,7 @@ def attach(
     places = {f"{name}.{part}" for name in layers for part in _PARTS}
     names = [name for name, _ in adapted.named_parameters() if name in places]
     forward, params = function_of(adapted, names + [_adapted_name(name, config.targets) for name in trained])
-    fixed = [name for name in params if name.endswith(_FIXED[train])]
+    fixed = [name for name in params if name in places and name.endswith(_FIXED[train])]
     return LoRA(params, {name: params.pop(name) for name in fixed}, config, module, forward, counterparts)
 
 
@@ -208,7 +209,14 @@ def _select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str,
                     _hint(name, dict(module.named_modules()), candidates),
                 )  # fmt: skip
     expect(chosen, "targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
-    return {name: layer for name, layer in candidates.items() if name in chosen}
+    layers = {name: layer for name, layer in candidates.items() if name in chosen}
+    if own := [f"{name} ({type(layer).__name__})" for name, layer in layers.items() if not _is_plain(layer)]:
+        raise UnsupportedModel(
+            f"Expected layers that compute with W and nothing else, got {shorten(own)}, whose class has a forward of "
+            "its own: W + scale B A in it is not what would be trained. Leave them out of targets; also_train takes "
+            "their weights themselves."
+        )
+    return layers
 
 
 def _hint(name: str, named: Mapping[str, nn.Module], candidates: Mapping[str, nn.Module]) -> str:
@@ -284,6 +292,12 @@ def adaptable(layer: nn.Module) -> bool:
     """True for a known kind of layer that holds its weight itself (no parametrization)."""
     known = isinstance(layer, (nn.Linear, nn.Embedding, nn.Conv2d)) or _is_conv1d(layer)
     return known and layer._parameters.get("weight") is not None
+
+
+def _is_plain(layer: Any) -> bool:
+    """True for the forward of torch or of Conv1D, and for a quantised weight, which is never merged."""
+    known = type(layer).forward in (nn.Linear.forward, nn.Embedding.forward, nn.Conv2d.forward)
+    return known or _is_conv1d(layer) or not layer.weight.is_floating_point()
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

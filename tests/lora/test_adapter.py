@@ -295,6 +295,28 @@ def test_layers_that_cannot_be_adapted():
         attach(TinyCNN(), ["conv2"])
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.Linear])
+def test_a_layer_with_a_forward_of_its_own_is_refused(kind):
+    # the merged module computed 8 (W + B A), where W and B A had been trained as 8 W + B A
+    class Scaled(kind):
+        def forward(self, x):
+            return 8 * super().forward(x)
+
+    module = nn.Sequential(Scaled(6, 4), nn.Linear(4, 6))
+    with pytest.raises(UnsupportedModel, match=r"0 \(Scaled\).*also_train"):
+        attach(module, ".")
+    assert "0.weight" in attach(module, ["1"], also_train="^0").params
+
+
+@pytest.mark.parametrize("train", ["B", "vectors"])
+def test_other_parameters_with_the_names_of_factors_are_trained(train):
+    inner = attach(nn.Sequential(nn.Linear(4, 4)), "0").adapted
+    outer = attach(inner, ["0.base"], train=train, also_train="lora_")
+    assert {"0.lora_A", "0.lora_B"} <= outer.params.keys()
+    assert not outer.params.keys() & outer.constants.keys()
+    assert "0.base.lora_A" in outer.constants
+
+
 def test_half_precision_and_merging_in_float32():
     module = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
     adapter = attach(module, ["0"])
