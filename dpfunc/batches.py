@@ -203,13 +203,18 @@ def own_records(drawn: Tensor, num_records: int | None, rank: int = 0, size: int
         a sampler of a user draws a record once (tests/sampling/test_base.py::test_a_record_is_drawn_once).
     """
     expect(
-        isinstance(drawn, Tensor) and (drawn.dtype, drawn.ndim) == (torch.int64, 1) and bool((drawn >= 0).all())
-        and (bool((drawn[1:] > drawn[:-1]).all()) or len(drawn.unique()) == len(drawn)),
+        isinstance(drawn, Tensor) and (drawn.dtype, drawn.ndim) == (torch.int64, 1) and _are_different(drawn),
         "a draw of different records, an int64 tensor (B,) of numbers >= 0",
         "indices of type", getattr(drawn, "dtype", type(drawn)),
         "One that is drawn twice in a step moves its sum twice as far as the noise hides. Nothing was spent.",
     )  # fmt: skip
     return deal(drawn if num_records is None else drawn[drawn < num_records], rank, size)
+
+
+def _are_different(drawn: Tensor) -> bool:
+    """True for different numbers >= 0; a draw lies on the CPU, so that no device is read."""
+    ascending = bool((drawn[1:] > drawn[:-1]).all()) or len(drawn.unique()) == len(drawn)
+    return ascending and bool((drawn >= 0).all())
 
 
 def deal(indices: Tensor, rank: int, size: int) -> Tensor:
