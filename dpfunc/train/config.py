@@ -424,6 +424,8 @@ def _rules_of_tables(job: Job) -> _Rules:
         (not columns,
          "Expected columns to learn from: data.numbers, each with a range, e.g. {age: [0, 100]}, or data.categories, "
          "each with its values, e.g. {sex: [f, m]}. They are public: what anybody would write without the table."),
+        (job.data.missing == "feature" and not numbers,
+         fail("data.numbers together with this, which is about missing numbers", "data.missing", job.data.missing)),
         (len({*columns, job.data.label_column}) <= len(columns),
          fail("each column once in data.numbers, data.categories and data.label_column", "columns", columns)),
         *((len(ends) != 2 or ends[0] >= ends[1],

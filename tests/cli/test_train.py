@@ -151,6 +151,19 @@ def test_a_package_that_is_missing_is_named(here, monkeypatch, package):
     assert 'pip install "dpfunc[hf]"' in result.stderr
 
 
+def test_only_what_the_extra_installs_is_asked_for(here, monkeypatch):
+    """Another library that misses a package of its own says so itself."""
+    run = importlib.import_module("dpfunc.train.run")
+
+    def lacks(job, **options):
+        raise ImportError("GaLore needs galore_torch")
+
+    monkeypatch.setattr(run, "run_job", lacks)
+    result = train("--output_dir", "other")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert result.stderr == "Error: GaLore needs galore_torch.\n"
+
+
 # The guide
 
 GUIDE = ROOT / "docs" / "guides" / "train.md"

@@ -119,6 +119,10 @@ CONTRADICTIONS = {  # section -> values; top -> value; message
     "data.eval_fraction or data.eval together with training.eval_steps": {"training": {"eval_steps": 3}},
     "no training.warmup_steps with a constant rate": {"training": {"warmup_steps": 3, "scheduler": "constant"}},
     "dp_telemetry together with dp_telemetry_share": {"privacy": {"dp_telemetry_share": 0.3}},
+    "data.numbers together with this": {
+        "task": "table_classification", "strategy": "head", "model": {"path": None},
+        "data": {"labels": ["a", "b"], "categories": {"c": ["x"]}, "missing": "feature"},
+    },
     "model.hidden with strategy full only": {
         "task": "image_classification", "strategy": "head", "model": {"hidden": 9}, "data": {"labels": ["a", "b"]},
     },
