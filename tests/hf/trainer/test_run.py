@@ -13,10 +13,9 @@ import pytest
 import torch
 import trainer_cases as cases
 from torch import nn
-from transformers import DefaultFlowCallback, HfArgumentParser, ProgressCallback, Trainer
+from transformers import DefaultFlowCallback, HfArgumentParser, ProgressCallback, Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 from transformers.utils import logging as transformers_logging
-from transformers.utils.notebook import NotebookProgressCallback
 
 import dpfunc
 from dpfunc.accounting import Ledger
@@ -144,7 +143,11 @@ class OwnBar(ProgressCallback):
     """A bar of a user."""
 
 
-@pytest.mark.parametrize("stock", [ProgressCallback, NotebookProgressCallback])
+class InNotebook(TrainerCallback):
+    """As the stock bar of notebooks, which is no `ProgressCallback`."""
+
+
+@pytest.mark.parametrize("stock", [ProgressCallback, InNotebook])
 @pytest.mark.parametrize("own", [[], [OwnBar], [ProgressCallback]])
 def test_no_bar_of_transformers_shows_times(tmp_path, monkeypatch, stock, own):
     """Also in notebooks, and beside a bar of the user, which stays."""
