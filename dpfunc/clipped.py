@@ -79,10 +79,11 @@ class StepClip:
 
     def with_leaves(self, params: Params) -> Params:
         """Parameters, and one for each kind of statistics, for what lays noise out as them."""
+        if not self.beside:  # in each step of several processes
+            return params
         self._refuse_taken({*params, *partition(self.rule.groups, tuple(params)).group_names})
         device = next(iter(params.values())).device
-        leaves = {leaf: torch.zeros(each.num_values, device=device) for leaf, each in self.beside.items()}
-        return {**params, **leaves} if leaves else params
+        return {**params, **{leaf: torch.zeros(each.num_values, device=device) for leaf, each in self.beside.items()}}
 
     def _refuse_taken(self, names: Collection[str]) -> None:
         """Refuse names of statistics for others: the sums and the bounds of both would be one."""

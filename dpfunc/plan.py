@@ -150,11 +150,7 @@ class Plan:
         self._check_parts()
         self.noise.check(self.run)
         positive("expected_batch_size of the sampler", self.sampler.expected_batch_size(0))
-        expect(
-            self.ledger().events, "noise whose events say what the steps of the run cost", "events", (),
-            "A release that no event counts is free in every ledger.",
-        )  # fmt: skip
-        self._check_budget()
+        self._check_budget(self.ledger())
 
     def _check_parts(self) -> None:
         """Check that the parts fit together: no combination of them is known whose epsilon would not hold."""
@@ -189,10 +185,14 @@ class Plan:
                   self.share_beside)),
         )  # fmt: skip
 
-    def _check_budget(self) -> None:
+    def _check_budget(self, own: Ledger) -> None:
+        expect(
+            own.events, "noise whose events say what the steps of the run cost", "events", (),
+            "A release that no event counts is free in every ledger.",
+        )  # fmt: skip
         if self.epsilon is None:
             return
-        whole = self.ledger() if self.spent is None else self.spent.compose(self.ledger())
+        whole = own if self.spent is None else self.spent.compose(own)
         spent = epsilon(whole, self.delta, self.accountant).epsilon
         if spent > self.epsilon:
             earlier = "" if self.spent is None else f", after {self.spent.num_steps} earlier ones,"

@@ -23,12 +23,8 @@ AnyForward = Callable[..., Any]  # `forward(params, **inputs) -> output`, e.g. o
 
 # Decoders with a table of positions that is looked up from the start of the row, padding or not.
 _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
-_POSITIONS = (
-    "wpe",
-    "position_embeddings",
-    "embed_positions",
-    "positions_embed",
-)  # layers that look positions up in a table
+# Layers that look positions up in a table.
+_POSITIONS = ("wpe", "position_embeddings", "embed_positions", "positions_embed")
 _NESTED = ("idefics", "smolvlm", "mllama")  # images have an axis for the samples and one for those of a sample
 
 

@@ -140,7 +140,7 @@ LOOK_THE_SAME = 'spaces, signs that do not show, two ways to write an accent, or
 
 
 def spelling(person: Hashable) -> str:
-    """What a reader sees of a value that says who a person is: two people whose values differ in nothing else are one.
+    """The text that a reader sees of a person's value: equal for values that look the same (`LOOK_THE_SAME`).
 
     >>> spelling(" ann\\u200b  lee ") == spelling("ann lee"), spelling("Zoe\\u0301") == spelling("Zo\\u00e9")
     (True, True)

@@ -292,9 +292,10 @@ _NONE_BY_DEFAULT = frozenset(each.name for each in dataclasses.fields(PrivacyArg
 def _given(values: object) -> object:
     """Privacy arguments under their own names, without those that are None anyway: HfArgumentParser, where it has seen
     the class, has taken None out of the types of its fields."""
-    own = own_names(values) if isinstance(values, Mapping) else {}
-    given = {name: value for name, value in own.items() if value is not None or name not in _NONE_BY_DEFAULT}
-    return given if isinstance(values, Mapping) else values
+    if not isinstance(values, Mapping):
+        return values
+    own = own_names(values)
+    return {name: value for name, value in own.items() if value is not None or name not in _NONE_BY_DEFAULT}
 
 
 @dataclass(frozen=True, kw_only=True)
