@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import named, non_negative, positive, real
+from dpfunc._utils.validation import below_one, each, expect, named, non_negative, positive, suggestion
+
+
+def _betas(name: str, value: Any) -> tuple[float, ...]:
+    expect(isinstance(value, tuple | list) and len(value) == 2, "betas (b1, b2)", name, value)
+    return each(below_one, "betas (b1, b2)", (tuple, list))(name, value)
+
+
+_SETTINGS = {
+    "lr": positive, "betas": _betas, "eps": positive, "weight_decay": non_negative, "noise_std": non_negative
+}  # fmt: skip
+_OF_TORCH = ("params", "param_names", "initial_lr")  # initial_lr: what schedulers of torch need to go on
 
 
 @named
@@ -24,12 +35,13 @@ class AdamWBC(torch.optim.Optimizer):
 
     with m_hat = m / (1 - b1^t) and u_hat = u / (1 - b2^t). The noise adds its variance to v, so that where it is larger
     than the gradient Adam takes steps of one length in each coordinate. phi is that part of v; it follows the noise
-    where that changes. Released gradients go in, and nothing is paid. Chooi et al. 2025, DP-AdamW, arXiv 2511.07843
-    (DP-AdamW-BC; they found it less accurate than AdamW on their tasks: measure it); Tang et al. 2024, arXiv
-    2312.14334, for Adam.
+    where that changes. m and v of parameters of 16 bits are float32. Released gradients go in, and nothing is paid.
+    Chooi et al. 2025, DP-AdamW, arXiv 2511.07843 (DP-AdamW-BC; they found it less accurate than AdamW on their tasks:
+    measure it); Tang et al. 2024, arXiv 2312.14334, for Adam.
 
     Args:
-        params: tensors to train, or groups of them, as of `torch.optim.AdamW`; `.grad` is the released gradient.
+        params: tensors to train, or groups of them, as of `torch.optim.AdamW`, with these settings and no others;
+            `.grad` is the released gradient.
         lr: > 0. betas: (b1, b2), each in [0, 1). eps: > 0. weight_decay: >= 0, decoupled.
         noise_std: standard deviation of the noise in each coordinate of a gradient, >= 0: a value of
             `dp_step.gradient_noise(params, state)`. Where it changes, write it before each step, as a learning rate:
@@ -52,13 +64,36 @@ class AdamWBC(torch.optim.Optimizer):
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, noise_std: float = 0.0,
     ) -> None:  # fmt: skip
-        first, second = (real("betas", b, "each of betas in [0, 1)", inside=lambda b: 0 <= b < 1) for b in betas)
-        defaults = {
-            "lr": positive("lr", lr), "betas": (first, second), "eps": positive("eps", eps),
-            "weight_decay": non_negative("weight_decay", weight_decay),
-            "noise_std": non_negative("noise_std", noise_std),
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "noise_std": noise_std}
+        super().__init__(params, {name: check(name, given[name]) for name, check in _SETTINGS.items()})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, once its settings are checked.
+
+        Args:
+            param_group: `params`, and settings of this class.
+        """
+        for name in param_group:
+            expect(
+                name in _SETTINGS or name in _OF_TORCH, "settings of AdamWBC in a group", "setting", name,
+                suggestion(name, _SETTINGS),
+            )  # fmt: skip
+        checked = {name: check(name, param_group[name]) for name, check in _SETTINGS.items() if name in param_group}
+        super().add_param_group({**param_group, **checked})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of torch, which would round the moments of a parameter of 16 bits to its dtype.
+
+        Args:
+            state_dict: what `state_dict()` has returned.
+        """
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][name] = value.to(param.device, _wide(param))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,15 +117,23 @@ class AdamWBC(torch.optim.Optimizer):
         return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], noise_std: float) -> None:
-        state = self.state[param]
+        state, wide = self.state[param], _wide(param)
         if not state:
-            state.update(step=0, phi=0.0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            zeros = {name: torch.zeros_like(param, dtype=wide) for name in ("exp_avg", "exp_avg_sq")}
+            state.update(step=0, phi=0.0, **zeros)
         first, second = group["betas"]
         step = state["step"] + 1
         phi = second * state["phi"] + (1 - second) * noise_std**2
         state.update(step=step, phi=phi)
+        grad, value = grad.to(wide), param.to(wide)
         state["exp_avg"].lerp_(grad, 1 - first)
         v = state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
         moment = torch.where(v > phi, v - phi, v) / (1 - second**step)
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.addcdiv_(state["exp_avg"], moment.sqrt_().add_(group["eps"]), value=-group["lr"] / (1 - first**step))
+        value.mul_(1 - group["lr"] * group["weight_decay"])
+        value.addcdiv_(state["exp_avg"], moment.sqrt_().add_(group["eps"]), value=-group["lr"] / (1 - first**step))
+        param.copy_(value)
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter, or float32 for 16 bits, which would round away what a step adds to a moment."""
+    return torch.promote_types(param.dtype, torch.float32)

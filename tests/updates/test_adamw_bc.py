@@ -98,6 +98,31 @@ def test_its_state_goes_on():
     assert second.step(lambda: 3.0) == 3.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_moments_of_16_bits_are_kept_in_float32(dtype):
+    """v of gradients 1 is 1 - b2^t, where bfloat16 stops at 0.5; also after a checkpoint."""
+    w, optimizers = torch.zeros(3, requires_grad=True, dtype=dtype), []
+    for _ in range(2):
+        optimizers.append(AdamWBC([w], lr=1e-3, betas=(0.9, 0.999)))
+        if len(optimizers) == 2:
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        steps(optimizers[-1], w, [torch.ones(3, dtype=dtype)] * 1000)
+    state = optimizers[1].state[w]
+    assert state["exp_avg_sq"].dtype == state["exp_avg"].dtype == torch.float32
+    assert float(state["exp_avg_sq"][0]) == pytest.approx(1 - 0.999**2000, rel=1e-4)
+    assert w.dtype == dtype
+    begun = AdamWBC([w])
+    begun.load_state_dict(AdamWBC([w]).state_dict())
+    assert not begun.state
+
+
+def test_a_small_step_of_16_bits_is_that_of_float32():
+    """eps of 1e-8 is zero in float16: a gradient of zero, as of a token that was not drawn, was 0 / 0."""
+    w = torch.ones(2, requires_grad=True, dtype=torch.float16)
+    steps(AdamWBC([w], lr=0.1), w, [torch.tensor([0.0, 1.0], dtype=torch.float16)])
+    assert torch.equal(w.detach(), torch.tensor([1.0, 0.9], dtype=torch.float16))
+
+
 def test_a_run_with_a_checkpoint(tmp_path):
     """Gradients of steps in, and noise that the step says; `save` and `load` keep its state."""
     plan = dpfunc.Plan(sampling.Poisson(20, 0.5), clipping.Adaptive(1.0), 1.0, num_steps=4, delta=1e-3)
@@ -177,3 +202,26 @@ def test_other_noise_does_not_say_its_scale():
 def test_refused(bad):
     with pytest.raises(InvalidArgument, match=next(iter(bad))):
         AdamWBC([torch.zeros(1)], **bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"noise": 0.1}, "settings of AdamWBC in a group, got setting='noise'. Did you mean 'noise_std'"),
+        ({"noise_std": -0.1}, "0 <= noise_std < inf, got noise_std=-0.1"),
+        ({"lr": "fast"}, "0 < lr < inf, got lr='fast'"),
+        ({"betas": (0.9,)}, r"betas \(b1, b2\), got betas=\(0.9,\)"),
+        ({"amsgrad": True}, "got setting='amsgrad'. Known: betas, eps"),
+    ],
+)
+def test_settings_of_groups_are_checked(bad, message):
+    with pytest.raises(InvalidArgument, match=message):
+        AdamWBC([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], **bad}])
+
+
+def test_a_scheduler_goes_on():
+    """Schedulers write their settings into groups, and need the first rate of a run in them."""
+    optimizer = AdamWBC([{"params": [("w", torch.zeros(1))], "initial_lr": 0.5}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5, last_epoch=2)
+    assert scheduler.base_lrs == [0.5]
+    assert optimizer.param_groups[0]["param_names"] == ["w"]
