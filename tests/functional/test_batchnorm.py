@@ -85,6 +85,14 @@ class NormAct(nn.BatchNorm2d):
         return self.act(self.drop(super().forward(x)))
 
 
+class Limited(NormAct):
+    def forward(self, x):
+        return super().forward(x).clamp(max=1)
+
+
+NormAct.forward.__module__ = "timm.layers.norm_act"
+
+
 def test_activations_inside_of_the_norm_are_kept():
     x = torch.randn(2, 8, 4, 4)
     net = replace_batchnorm(nn.Sequential(NormAct(8)))
@@ -102,7 +110,60 @@ def test_bad_groups():
         replace_batchnorm(nn.BatchNorm1d(4), max_groups=0)
 
 
-@pytest.mark.parametrize(("layer", "name"), [(Scaled(4), "Scaled"), (nn.LazyBatchNorm2d(), "LazyBatchNorm2d")])
-def test_other_kinds_are_refused(layer, name):
-    with pytest.raises(UnsupportedModel, match=rf"0 \({name}\)"):
-        replace_batchnorm(nn.Sequential(layer))
+class Doubled(nn.BatchNorm2d):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def changed(change):
+    layer = nn.BatchNorm2d(4)
+    change(layer)
+    return layer
+
+
+REFUSED = {
+    "Scaled: forward": Scaled(4),
+    "Limited: forward, drop, act": Limited(4),
+    "Doubled: __call__": Doubled(4),
+    "LazyBatchNorm2d: _forward_pre_hooks, _load_state_dict_pre_hooks": nn.LazyBatchNorm2d(),
+    "BatchNorm2d: forward": changed(lambda own: setattr(own, "forward", torch.relu)),
+    "BatchNorm2d: _forward_hooks": changed(lambda own: own.register_forward_hook(lambda *_: None)),
+    "BatchNorm2d: _forward_pre_hooks": changed(lambda own: own.register_forward_pre_hook(lambda *_: None)),
+    "BatchNorm2d: _backward_hooks": changed(lambda own: own.register_full_backward_hook(lambda *_: None)),
+    "BatchNorm2d: scale": changed(lambda own: own.register_parameter("scale", nn.Parameter(torch.ones(1)))),
+    "ParametrizedBatchNorm2d: parametrizations": changed(
+        lambda own: nn.utils.parametrize.register_parametrization(own, "weight", nn.Softplus())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_lost_is_refused(name):
+    with pytest.raises(UnsupportedModel, match=rf"got 0 \({name}\), which would be lost"):
+        replace_batchnorm(nn.Sequential(REFUSED[name]))
+
+
+def test_tied_weights_stay_tied():
+    """Of two layers, and of one with a layer of another kind; the module's own are others."""
+    net = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True), NormAct(4))
+    net[1].weight = net[2].weight = net[0].weight
+    net[3].act = nn.PReLU(4)
+    net[3].act.weight = net[0].bias
+    after = replace_batchnorm(net)
+    assert after[0].weight is after[1].weight is after[2].weight is not net[0].weight
+    assert after[3].act.weight is after[0].bias is not net[0].bias
+    assert len(list(after.parameters())) == len(list(net.parameters())) == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # old models have it
+def test_what_is_computed_from_parameters_is_copied():
+    net = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4))
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(replace_batchnorm(net)[0](x), net[0](x))
+
+
+def test_a_module_that_cannot_be_copied_is_named():
+    net = nn.Sequential(nn.BatchNorm2d(4))
+    net.held = (number for number in range(3))
+    with pytest.raises(UnsupportedModel, match=r"Sequential\.held"):
+        replace_batchnorm(net)
