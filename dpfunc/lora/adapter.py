@@ -168,8 +168,8 @@ def attach(
 
     Raises:
         InvalidArgument: no such layer, a layer of another kind, a rank that is too large.
-        UnsupportedModel: see `dpfunc.functionalize`; attributes that cannot be copied; a layer whose class has a
-            forward of its own (an embedding that is scaled, as in Gemma 3).
+        UnsupportedModel: see `dpfunc.functionalize`; attributes that cannot be copied; a layer that has a forward of
+            its own (an embedding that is scaled, as in Gemma 3), or forward hooks.
 
     Guarantees:
         equals the merged module (tests/lora/test_adapter.py::test_merge), leaves the module alone
@@ -212,9 +212,9 @@ def _select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str,
     layers = {name: layer for name, layer in candidates.items() if name in chosen}
     if own := [f"{name} ({type(layer).__name__})" for name, layer in layers.items() if not _is_plain(layer)]:
         raise UnsupportedModel(
-            f"Expected layers that compute with W and nothing else, got {shorten(own)}, whose class has a forward of "
-            "its own: W + scale B A in it is not what would be trained. Leave them out of targets; also_train takes "
-            "their weights themselves."
+            f"Expected layers that compute with W and nothing else, got {shorten(own)} with a forward of its own, or "
+            "with forward hooks: W + scale B A in it is not what would be trained. Take the hooks off, or leave it out "
+            "of targets; also_train takes weights themselves."
         )
     return layers
 
@@ -295,9 +295,11 @@ def adaptable(layer: nn.Module) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    """True for the forward of torch or of Conv1D, and for a quantised weight, which is never merged."""
-    known = type(layer).forward in (nn.Linear.forward, nn.Embedding.forward, nn.Conv2d.forward)
-    return known or _is_conv1d(layer) or not layer.weight.is_floating_point()
+    """True for the forward of torch or of Conv1D without hooks, and for a quantised weight, which is never merged."""
+    forward = getattr(layer.forward, "__func__", None)  # of the layer itself: it may have been replaced there
+    known = forward in (nn.Linear.forward, nn.Embedding.forward, nn.Conv2d.forward) or _is_conv1d(layer)
+    hooked = layer._forward_hooks or layer._forward_pre_hooks
+    return (known and not hooked) or not layer.weight.is_floating_point()
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

@@ -308,6 +308,25 @@ def test_a_layer_with_a_forward_of_its_own_is_refused(kind):
     assert "0.weight" in attach(module, ["1"], also_train="^0").params
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.register_forward_hook(lambda layer, args, output: 8 * output),
+        lambda layer: layer.register_forward_pre_hook(lambda layer, args: (8 * args[0],)),
+        lambda layer: setattr(layer, "forward", lambda x: 8 * nn.functional.linear(x, layer.weight)),
+    ],
+)
+def test_a_layer_with_hooks_is_refused(change):
+    # the hook got W x in training, and (W + B A) x of the merged module
+    module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    change(module[0])
+    with pytest.raises(UnsupportedModel, match=r"0 \(Linear\).*with forward hooks.*also_train"):
+        attach(module, ".")
+    adapter = attach(module, ["1"])  # hooks of other layers stay
+    params, x = random_b(adapter.params), torch.randn(3, 4)
+    assert torch.allclose(adapter.forward(params, x), adapter.merge(params)(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("train", ["B", "vectors"])
 def test_other_parameters_with_the_names_of_factors_are_trained(train):
     inner = attach(nn.Sequential(nn.Linear(4, 4)), "0").adapted
