@@ -98,6 +98,26 @@ def test_what_follows_a_step_fails_before_it(name):
         dpfunc.rehearse(step(), PARAMS, records(), **options)
 
 
+@pytest.mark.parametrize(
+    ("start", "dtype", "read"),
+    [
+        *((start, torch.float32, lambda made_up: made_up.bfloat16()) for start in (0.0, 1.0, -1.0, 1 / 128)),
+        *((start, torch.float32, lambda made_up: made_up.half()) for start in (0.0, 1.0, -1.0, 1 / 128)),
+        (4.0, torch.bfloat16, lambda made_up: torch.full((3,), 4.0)),
+        (0.0, torch.float64, lambda made_up: made_up.float()),
+    ],
+)
+def test_lost_digits_are_missed_wherever_a_parameter_begins(start, dtype, read):
+    params = {**PARAMS, "other": torch.full((3,), start, dtype=dtype)}
+    with pytest.raises(InvalidArgument, match="got others for other"):
+        dpfunc.rehearse(step(), params, records(), reload=lambda made_up: {**made_up, "other": read(made_up["other"])})
+
+
+def test_other_names_may_be_read_back():
+    """As of constants: the file of a model has them."""
+    assert dpfunc.rehearse(step(), PARAMS, records(), reload=lambda params: {**params, "kept": torch.ones(1)}) == ()
+
+
 def test_a_loss_that_cannot_be_differentiated():
     def loss(params, batch):
         return loss_fn({name: value.detach() for name, value in params.items()}, batch).round().long()

@@ -133,6 +133,12 @@ def zeroed(folder, name="classifier.weight"):
     save_file({key: value * (key != name) for key, value in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
+def rounded(folder, name="classifier.weight"):
+    path = folder / "model.safetensors"
+    read = load_file(path)
+    save_file({**read, name: read[name].bfloat16().float()}, path, metadata={"format": "pt"})
+
+
 def turned(folder):
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -157,7 +163,7 @@ def test_what_is_lost_is_named_before_the_run_says_saved(tmp_path, monkeypatch, 
 
 
 @MODES
-@pytest.mark.parametrize("lose", [zeroed, turned], ids=["a weight", "the order of columns"])
+@pytest.mark.parametrize("lose", [zeroed, rounded, turned], ids=["a weight", "digits", "the order of columns"])
 def test_what_will_be_lost_is_named_before_the_first_step(tmp_path, monkeypatch, lose, mode):
     """Also a weight that begins at zero."""
     write_feature_job(tmp_path, "table")
@@ -165,7 +171,7 @@ def test_what_will_be_lost_is_named_before_the_first_step(tmp_path, monkeypatch,
     monkeypatch.setattr(saved, "save_features", lambda folder, front: lose(folder))
     result = train(*mode)
     assert result.exit_code == 1
-    named = "classifier.weight" if lose is zeroed else "inputs.features"
+    named = "inputs.features" if lose is turned else "classifier.weight"
     assert f"got others for {named}" in result.stderr.replace("\n", " ")
     assert "Do not use it. Nothing was spent." in result.stderr
     assert count_steps(Path("run/privacy_journal.jsonl")) == 0
