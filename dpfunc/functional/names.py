@@ -66,22 +66,27 @@ def _chosen(
     if trainable is None:
         requiring = [name for name, param in named.items() if param.requires_grad]
         return requiring, "All parameters are frozen: name the trainable ones."
-    if isinstance(trainable, str):
-        matching = filter(pattern("trainable", trainable).search, named)
-        return list(matching), f"No name matches the regular expression {trainable!r}."
-    if unknown := [name for name in trainable if name not in named]:
-        raise _unknown(module, named, unknown)
-    wanted = set(trainable)
-    return [name for name in named if name in wanted], "The list of names is empty."
-
-
-def _unknown(module: nn.Module, named: Mapping[str, Tensor], unknown: Sequence[str]) -> InvalidArgument:
     first_name = {id(param): name for name, param in named.items()}
-    every = module.named_parameters(remove_duplicate=False)
-    if tied := [f"{alias!r} is {first_name[id(param)]!r}" for alias, param in every if alias in unknown]:
-        return InvalidArgument(f"Expected each parameter under its first name, got a tied one: {shorten(tied)}.")
-    close = [match for name in unknown for match in difflib.get_close_matches(name, named, n=2)]
-    hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(list(named))}."
+    every = {name: first_name[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
+    if isinstance(trainable, str):
+        wanted = dict.fromkeys(filter(pattern("trainable", trainable).search, every))
+        hint = f"No name matches the regular expression {trainable!r}."
+    else:
+        wanted, hint = dict.fromkeys(trainable), "The list of names is empty."
+    if unknown := [name for name in wanted if every.get(name) not in wanted]:
+        raise _unknown(every, unknown)
+    return [name for name in named if name in wanted], hint
+
+
+def _unknown(every: Mapping[str, str], unknown: Sequence[str]) -> InvalidArgument:
+    """The error for names that no parameter has, or that are another name of one that was not chosen by its first."""
+    if tied := [f"{alias!r} is {every[alias]!r}" for alias in unknown if alias in every]:
+        return InvalidArgument(
+            f"Expected each parameter under its first name, got a tied one: {shorten(tied)}. Choose that one, or none."
+        )
+    names = [name for name, first in every.items() if name == first]
+    close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=2)]
+    hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(names)}."
     return InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
 
 

@@ -351,7 +351,9 @@ def test_several_modules_with_shared_parts():
     modules = two()
     modules["dec"].weight = modules["enc"].weight
     assert list(functionalize(modules).params) == ["enc.weight", "enc.bias", "dec.bias"]
-    assert list(functionalize(modules, r"^dec\.").params) == ["dec.bias"]
+    assert list(functionalize(modules, r"^dec\.bias").params) == ["dec.bias"]
+    with pytest.raises(InvalidArgument, match="'dec.weight' is 'enc.weight'"):
+        functionalize(modules, r"^dec\.")
     modules["dec"].eval()
     seen = []
     modules["dec"].forward = lambda x: seen.append(modules["dec"].training)  # no code of the wrapper changes the mode

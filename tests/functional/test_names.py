@@ -49,6 +49,8 @@ def integers():
         (TinyTransformer, [], r"The list of names is empty"),
         (lambda: TinyTransformer(tied=True), ["head.weight"], r"'head.weight' is 'embed.weight'"),
         (lambda: TinyTransformer().requires_grad_(False), None, "All parameters are frozen"),
+        (lambda: TinyTransformer(tied=True), HEADS, r"'head.weight' is 'embed.weight'. Choose that one, or none"),
+        (tiny_gpt2, HEADS, r"'lm_head.weight' is 'transformer.wte.weight'"),
         (integers, ["w"], r"Expected floating parameters, got torch.int64 for 'w'"),
         (lambda: nn.LazyLinear(3), None, "got lazy 'weight'. Run the model once"),
         (lambda: len, None, "Expected a torch module, got builtin_function_or_method"),
@@ -57,6 +59,12 @@ def integers():
 def test_bad_selection(make, trainable, message):
     with pytest.raises(InvalidArgument, match=message):
         functionalize(make(), trainable)
+
+
+@pytest.mark.parametrize("trainable", [r"(head|embed)\.", ["head.weight", "embed.weight"]])
+def test_a_tied_parameter_is_chosen_by_its_first_name(trainable):
+    """Its other names may be chosen beside it."""
+    assert list(functionalize(TinyTransformer(tied=True), trainable).params) == ["embed.weight"]
 
 
 def test_wrong_params_are_named():
