@@ -294,9 +294,9 @@ def clipped_grad(
     Guarantees:
         one record moves the sum by at most the sensitivity, rounding included up to 1024 aligned gradients (see
         docs/troubleshooting.md; tests/test_clipped.py::test_sensitivity, test_sensitivity_of_aligned_records); a sample
-        whose gradient is not finite contributes exact zero (test_rows_that_are_not_finite); no dependence on order or
-        microbatch_size beyond rounding (test_microbatch_invariance, test_permutation); an empty batch gives zeros
-        (test_empty_batch).
+        whose gradient is not finite, or too long for a square in float32 (1.8e19), contributes exact zero
+        (test_rows_that_are_not_finite); no dependence on order or microbatch_size beyond rounding
+        (test_microbatch_invariance, test_permutation); an empty batch gives zeros (test_empty_batch).
 
     Raises:
         InvalidArgument: bad params, batch, mask or loss.
