@@ -20,7 +20,7 @@ journal has.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,7 +178,10 @@ _BEGIN = "dp_step.init(params, dpfunc.secure_key(), ledger"
 
 
 def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> StepState:
-    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them."""
+    """The same run with other noise: steps from here on are drawn anew, and cost again what the ledger has of them.
+
+    A key that others can know stays one: the record of the run is also about the steps that were taken with it.
+    """
     refuse(
         (history.values["noise"] != {"tuple": []}, CheckpointError(  # the state (), of noise of each step by itself
             "Expected a noise mechanism without state to go on from with a new key, got one with state: its noise may "
@@ -189,7 +192,8 @@ def _with_new_key(history: History, state: StepState, plan: Plan, key: Key) -> S
             "what is released as a whole, as an epoch of shuffled steps is, cannot be drawn anew from its middle. "
             f"Resume with journal=, or begin a new run that counts this one: {_BEGIN}).")),
     )  # fmt: skip
-    return _within_budget(state._replace(key=key, charged=state.step, released=()), plan)
+    own = replace(key, guessable=state.key.guessable)
+    return _within_budget(state._replace(key=own, charged=state.step, released=()), plan)
 
 
 def _refuse_lost(history: History) -> None:

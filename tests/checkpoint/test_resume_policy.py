@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfunc import Ledger, sampling
-from dpfunc.checkpoint import saving
+from dpfunc import Ledger, make_dp_step, sampling
+from dpfunc.accounting.record import GUESSABLE
+from dpfunc.checkpoint import make_record, saving
 from dpfunc.checkpoint._resume_policy import NOTES, known_notes, layout
 from dpfunc.checkpoint.folder import all_checkpoints
 from dpfunc.checkpoint.journal import journal_ledger
@@ -166,6 +167,20 @@ def test_without_its_journal_a_run_takes_a_new_key(tmp_path, size):
     run.step(1)
     assert (run.state.step, run.ledger) == (3, PLAN.ledger(size + 2))
     run.check()
+
+
+@pytest.mark.parametrize("way", [{"recharge": True}, {"journal": None, "without_journal": "new_key"}], ids=str)
+def test_a_key_that_others_know_stays_known(tmp_path, way):
+    """The record of the run is about all of its steps: those with the first key, too, whose noise can be subtracted."""
+    run = Run(tmp_path)
+    run.state = run.state._replace(key=dataclasses.replace(run.state.key, guessable=True))
+    first = run.state.key
+    run.step(2)
+    run.save()
+    run.step()
+    run.load(2, **way)
+    assert run.state.key != first
+    assert make_record(make_dp_step(run_cases.linear_loss, PLAN), run.state, unit="one row").noise_key == GUESSABLE
 
 
 def test_the_journal_of_another_run_is_refused(tmp_path):
