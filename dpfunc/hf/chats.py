@@ -8,6 +8,7 @@ Roles, several formats and tool calls become one list of messages; the chat temp
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import count, groupby
 from typing import Any, cast
 
@@ -45,6 +46,8 @@ _OWN = ("role", "from", "content", "value", *_NOT_LEARNT)
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")  # the template itself says which text is the assistant's
 _SPOKEN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # turns in a text, as Anthropic's files have them
 _WRITTEN = re.compile(r"""\s*\[\s*\{(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)""", re.DOTALL)
+_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")  # the time at which the template is read
+_ONE_DAY = datetime(2024, 7, 26)  # of no place; templates of Llama name it themselves
 _MADE_UP_NAME = "made_up_function_{}_of_none"
 _MENDING = (
     "Write {% generation %} and {% endgeneration %} around what the assistant says in tokenizer.chat_template, save "
@@ -254,8 +257,17 @@ def chat_tokens(
 
 def asked(tokenizer: Any, question: str) -> list[int]:
     """Token ids of a question, and of the beginning of the assistant's turn."""
-    turn = [{"role": "user", "content": question}]
-    return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+    given = {"add_generation_prompt": True, "return_dict": True, "chat_template": of_one_day(tokenizer.chat_template)}
+    return list(tokenizer.apply_chat_template([{"role": "user", "content": question}], **given)["input_ids"])
+
+
+def of_one_day(template: Any) -> Any:
+    """A template that names one public day in place of today; None where it is none, or one of several.
+
+    Otherwise a run that is resumed on another day would have other tokens, and could repeat no step
+    (tests/hf/test_chats.py::test_a_chat_has_the_tokens_of_one_day).
+    """
+    return _TODAY.sub(lambda call: repr(_ONE_DAY.strftime(call[2])), template) if isinstance(template, str) else None
 
 
 def encode(
@@ -265,7 +277,7 @@ def encode(
     """Token ids of a whole chat, and for each if the assistant says it behind the context; template: of a processor."""
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     try:
-        template = tokenizer.get_chat_template(template, tools)
+        template = of_one_day(tokenizer.get_chat_template(template, tools))
     except ValueError:
         raise InvalidArgument(
             f"Expected a tokenizer with a chat template, got {name!r}, which has none. Take the one of a model that "

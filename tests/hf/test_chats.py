@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from models import Case
 from text_job import COMMON, TOPICS
 from torch.nn import functional as F
 from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
+from transformers.utils import chat_template_utils
 from zoo.parity import engine_that_equals_the_loop
 
 from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
-from dpfunc.hf.chats import MADE_UP, chat_messages, chat_tokens, cut, encode, show_chat
+from dpfunc.hf.chats import MADE_UP, asked, chat_messages, chat_tokens, cut, encode, show_chat
 from dpfunc.hf.tasks import make_loss_fn
 
 TOKENIZERS = {template: tokenizer(template) for template in (PLAIN, MARKED, THINKS, STRICT, None)}
@@ -71,6 +73,32 @@ def test_every_length_leaves_a_target(chat, length):
     assert short["input_ids"] == whole["input_ids"][-length:]
     assert short["labels"] == [-100, *whole["labels"][-length:][1:]]
     assert any(label != -100 for label in short["labels"])
+
+
+DATED = (
+    "{%- set day = strftime_now('%d %b') if strftime_now is defined %}{{ day + strftime_now( \"%Y %H\") }}\n" + PLAIN
+)
+
+
+class NoClock(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("template", [DATED, DATED.replace(PLAIN, MARKED)], ids=["plain", "marked"])
+def test_a_chat_has_the_tokens_of_one_day(template, monkeypatch):
+    """Many templates write the date; a run that is resumed tomorrow repeats its steps with the same tokens."""
+    monkeypatch.setattr(chat_template_utils, "datetime", NoClock)
+    dated, chat = (
+        tokenizer(template),
+        [{"role": "user", "content": "the team"}, {"role": "assistant", "content": "goal"}],
+    )
+    dated.add_tokens(["26", "Jul", "2024", "00"])
+    ids, learnt = encode(dated, chat)
+    assert dated.decode(ids).startswith("26 Jul 2024 00 <s> text")
+    assert dated.decode([one for one, is_learnt in zip(ids, learnt, strict=True) if is_learnt]) == "goal </s>"
+    assert dated.decode(asked(dated, "the team")).startswith("26 Jul 2024 00 <s> text")
 
 
 def test_images_stay_where_words_are_cut():

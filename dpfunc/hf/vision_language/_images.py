@@ -147,7 +147,8 @@ class ImageTextCollator:
         token, image_id = self.processor.image_token, self.processor.image_token_id
         if self.chat:
             user = {"role": "user", "content": [{"type": "image"}] * images + [{"type": "text", "text": prompt}]}
-            prompt = self.processor.apply_chat_template([user], add_generation_prompt=True)
+            template = chats.of_one_day(self.processor.chat_template)
+            prompt = self.processor.apply_chat_template([user], chat_template=template, add_generation_prompt=True)
         tokenizer = self.processor.tokenizer
         begins = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         ids = tokenizer(prompt, add_special_tokens=not begins, verbose=False)["input_ids"]

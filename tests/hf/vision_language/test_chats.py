@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 import torch
 from image_text_models import COLOURS, FAMILIES, IMAGE, family
 from models import Case
+from transformers.utils import chat_template_utils
 from zoo.parity import engine_that_equals_the_loop
 
 from dpfunc.errors import InvalidArgument
@@ -89,3 +92,18 @@ def test_images_and_their_marks_must_fit():
         collate([{**chat(0, 0), "images": chat(0, 1)["images"]}])
     with pytest.raises(InvalidArgument, match="at most max_images=2"):
         collate([chat(0, 3)])
+
+
+def test_no_row_depends_on_the_date(monkeypatch):
+    """Rows are made when they are drawn: of a step that is repeated tomorrow they are the same."""
+
+    class NoClock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            raise AssertionError
+
+    monkeypatch.setattr(chat_template_utils, "datetime", NoClock)
+    _, collate = collator("LLaVA 1.5", 1)
+    collate.processor.chat_template = "{{ strftime_now('%d %b %Y') }} " + collate.processor.chat_template
+    prompt = {"prompt": "what is the colour ?", "answer": "red", "images": chat(0, 1)["images"]}
+    assert collate([chat(0, 1), prompt])["input_ids"].shape == (2, 80)
