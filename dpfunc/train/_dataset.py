@@ -454,12 +454,19 @@ def _asked(processor: Any, row: Row, data: DataSection, folder: Path, where: str
     images = [str(folder / image) for image in ([of_row] if data.max_images == 1 else _texts(of_row, whole=True))]
     _check_images(images, data, where)
     question, answer = (
-        row[column].replace(processor.image_token, "").strip() for column in (data.question_column, data.answer_column)
+        _unmarked(row[column], processor.image_token) for column in (data.question_column, data.answer_column)
     )
     if not processor.chat_template:
         question = " ".join([*[processor.image_token] * len(images), question])
     shown = {"image": images[0]} if data.max_images == 1 else {"images": images}
     return {"prompt": question, "answer": answer, **shown}
+
+
+def _unmarked(text: str, mark: str) -> str:
+    """A text without marks, also those that stand there once others inside of them are taken out."""
+    while mark in text:
+        text = text.replace(mark, "")
+    return text.strip()
 
 
 def prompt_ids(tokenizer: Any, prompt: str, limit: int) -> list[int]:

@@ -23,6 +23,7 @@ from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
 
 _MOST_PIXELS = 2**26  # 192 MiB in memory
+_LONGEST = 200  # side, relative to the other one; processors enlarge an image until its shorter side is long enough
 _WIDE_BUT_16_BITS = ("PNG", "PPM")  # formats that Pillow reads into 32 bits, and whose numbers have 16 at most
 _KEYS = ("prompt", "answer", "image", "images")
 _MARK = "<image>"  # in the texts of LLaVA's chats
@@ -417,6 +418,12 @@ def _opened_image(path: Path | str) -> Iterator[Any]:
         ):
             if file.width * file.height > _MOST_PIXELS:
                 raise InvalidArgument(f"{large} {file.width} x {file.height}. Make it smaller.")
+            if max(file.size) > _LONGEST * min(file.size):
+                raise InvalidArgument(
+                    f"Expected an image whose longer side is at most {_LONGEST} times the shorter one, got "
+                    f"{file.width} x {file.height}: enlarged for a model it would take all memory. Cut it, or leave "
+                    "the record out."
+                )
             yield file
             return
     except InvalidArgument:

@@ -160,6 +160,7 @@ IMAGES = {
     "large": (lambda: large_png(9000, 9000), "at most 67108864 pixels, got 9000 x 9000"),
     "larger, PIL would warn": (lambda: large_png(10_000, 10_000), "at most 67108864 pixels, got one with more"),
     "so large that PIL refuses": (lambda: large_png(20_000, 20_000), "at most 67108864 pixels, got one with more"),
+    "a line": (lambda: large_png(1, 201), "at most 200 times the shorter one, got 1 x 201: enlarged"),
     "text": (lambda: b"my secret", "it is of no format that is known"),
     "nothing": (lambda: b"", "it is of no format that is known"),
     "half": (lambda: large_png(64, 4000)[:60], "it is damaged"),
@@ -181,6 +182,14 @@ def test_images_that_take_all_memory_are_refused(tmp_path, name):
     for _ in range(2):
         with pytest.raises(InvalidArgument, match=f"The image of row 7 of data.jsonl cannot be used. .*{message}"):
             _check_image(path, "row 7 of data.jsonl")
+
+
+def test_a_long_image_is_no_line(tmp_path):
+    large = tmp_path / "image.png"
+    large.write_bytes(large_png(400, 2))
+    _check_image(large, "row 1")
+    batch = image_text_collator(tiny_processor(), max_length=16)([{"prompt": "?", "answer": "red", "image": large}])
+    assert batch["pixel_values"].shape == (1, 3, 16, 16)
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg"])

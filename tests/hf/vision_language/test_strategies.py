@@ -253,9 +253,14 @@ def test_marks_of_images_in_texts_are_taken_out(processor, tmp_path):
     draw("red", "circle", 24, 0).save(tmp_path / "a.png")
     collate = image_text_collator(processor, max_length=26, chat=bool(processor.chat_template))
     data = DataSection("mails.csv", question_column="q", answer_column="a")
-    rows = [{"image": "a.png", "q": q, "a": a} for q, a in (("colour ?", "red"), ("<image>\n colour ?", "<image> red"))]
-    plain, marked = (collate([_asked(processor, row, data, tmp_path, "a row")]) for row in rows)
-    assert all(torch.equal(marked[name], value) for name, value in plain.items())
+    said = (
+        ("colour ?", "red"),
+        ("<image>\n colour ?", "<image> red"),
+        ("<ima<image>ge>colour ?", "<i<i<image>mage>mage>red"),
+    )
+    rows = [{"image": "a.png", "q": q, "a": a} for q, a in said]
+    plain, *marked = (collate([_asked(processor, row, data, tmp_path, "a row")]) for row in rows)
+    assert all(torch.equal(each[name], value) for each in marked for name, value in plain.items())
     with pytest.raises(InvalidArgument, match="Expected an answer without <image>"):
         collate([{"prompt": "colour ?", "answer": "red <image>", "image": tmp_path / "a.png"}])
 
