@@ -18,6 +18,7 @@ from dpfunc._utils.digests import checksum, digest
 from dpfunc._utils.parts import is_dtensor, shard_dims
 from dpfunc._utils.validation import expect, integer, refuse, warn, wrong_type
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import upper
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.rules import group_bounds, of_run, partition
 from dpfunc.distributed.ranks import Ranks
@@ -97,8 +98,8 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     if limit < 1:
         raise errors.BudgetExhausted(
             f"The budget epsilon={plan.epsilon:g} at delta={plan.delta:g} does not allow one more step: "
-            f"{spent.epsilon(plan.delta).epsilon:.4g} was spent before this run. Plan with a larger epsilon, or train "
-            "on other records."
+            f"{upper(spent.epsilon(plan.delta).epsilon, 4)} was spent before this run. Plan with a larger epsilon, "
+            "or train on other records."
         )
     return StepState(
         0, limit, 0, key, (), spent, plan=plan_digest(plan), num_records=num_records,
@@ -361,7 +362,7 @@ def check_state(state: StepState, plan: Plan, digest_of_plan: str) -> None:
             else f"another step would exceed epsilon={plan.epsilon:g}"
         )
         raise errors.BudgetExhausted(
-            f"No step is left: {reason}. Spent epsilon={state.ledger.epsilon(plan.delta).epsilon:.4g} at "
+            f"No step is left: {reason}. Spent epsilon={upper(state.ledger.epsilon(plan.delta).epsilon, 4)} at "
             f"delta={plan.delta:g} in {state.step} steps of this run. The step was not taken."
         )
     if state.step < (_releases(state).next_step or 0):

@@ -3,6 +3,7 @@
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
+import decimal
 import functools
 import math
 import operator
@@ -51,6 +52,16 @@ ROUNDING = 1e-14  # of float64, relative, in a sum of largest losses, and in a p
 _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
+def upper(epsilon: float, digits: int = 6) -> str:
+    """An epsilon in so many digits, rounded up: what is printed is an upper bound, too.
+
+    >>> upper(2.000001), upper(2.0), upper(math.inf)
+    ('2.00001', '2', 'inf')
+    """
+    rounded = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING).create_decimal_from_float(epsilon)
+    return f"{float(rounded):.{digits}g}"
+
+
 @dataclass(frozen=True)
 class Guarantee:
     """An (epsilon, delta) statement, and how it was obtained.
@@ -77,7 +88,8 @@ class Guarantee:
 
     def __str__(self) -> str:
         tail = f": {self.note}" if self.note else ""
-        return f"(epsilon={self.epsilon:.6g}, delta={self.delta:g})-DP under {self.adjacency}, by {self.method}{tail}"
+        cost = f"(epsilon={upper(self.epsilon)}, delta={self.delta:g})-DP"
+        return f"{cost} under {self.adjacency}, by {self.method}{tail}"
 
 
 @functools.lru_cache(maxsize=4096)

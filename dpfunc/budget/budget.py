@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dpfunc._utils.files import replace_file
 from dpfunc._utils.validation import checked, fail, line, named, one_of, optional, signed, unique_json
 from dpfunc.accounting import Guarantee, Ledger, affordable_steps
+from dpfunc.accounting.accountant import upper
 from dpfunc.budget._events import RESERVE, REST, SETTLE, Account, BudgetEntry, Event, Facts
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict
 from dpfunc.types import Adjacency
@@ -193,7 +194,7 @@ class Budget:
         )  # fmt: skip
         return BudgetExhausted(
             f"Expected a run within the budget of the data set, epsilon={facts.epsilon:g} at delta={facts.delta:g}, "
-            f"got run={run!r}, with which all runs cost {cost:.4g}. {steps} of its {limit} steps would fit "
+            f"got run={run!r}, with which all runs cost {upper(cost, 4)}. {steps} of its {limit} steps would fit "
             f"beside the {others.num_steps} that are charged; Plan.for_budget(budget=...) finds the noise for all. "
             f"{_NOTHING}"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import upper
 from dpfunc.errors import NotWritten
 
 if TYPE_CHECKING:  # `dpfunc ledger show` reads journals, and must not wait for torch
@@ -36,7 +37,7 @@ def writing(path: Path, ledger: Ledger, plan: Plan) -> Iterator[None]:
             raise
         raise NotWritten(
             f"{getattr(error, 'filename', None) or path} could not be written: "
-            f"{getattr(error, 'strerror', None) or error}. At most {ledger.num_steps} steps were released and "
-            f"epsilon={ledger.epsilon(plan.delta, plan.accountant).epsilon:.4g} at delta={plan.delta:g} is spent. Make "
-            "room, or make it writable; then resume from the newest checkpoint, with the journal."
+            f"{getattr(error, 'strerror', None) or error}. At most {ledger.num_steps} steps were released and epsilon="
+            f"{upper(ledger.epsilon(plan.delta, plan.accountant).epsilon, 4)} at delta={plan.delta:g} is spent. "
+            "Make room, or make it writable; then resume from the newest checkpoint, with the journal."
         ) from error

@@ -14,7 +14,7 @@ from dpfunc._utils.locks import only_process
 from dpfunc.accounting import Event, Ledger
 from dpfunc.budget import Budget, BudgetEntry
 from dpfunc.checkpoint.costs import read_spent
-from dpfunc.cli._output import json_option, print_json, print_rows, print_values
+from dpfunc.cli._output import json_option, print_json, print_rows, print_values, shown
 from dpfunc.types import ADJACENCIES, Adjacency
 
 _file = click.Path(exists=True, path_type=Path)
@@ -82,7 +82,7 @@ def history(url: str, as_json: bool) -> None:
         print_json(rows)
     else:
         header = [name.replace("_", " ") for name in (rows[0] if rows else {"run": ""})]
-        print_rows("Runs", header, [[str(value) for value in row.values()] for row in rows])
+        print_rows("Runs", header, [[shown(*item) for item in row.items()] for row in rows])
 
 
 @budget.command()
@@ -136,6 +136,6 @@ def settle(url: str, run: str, spent: Path | None, unused: bool, spender: str | 
 def _described(entry: BudgetEntry, delta: float) -> dict[str, Any]:
     return {
         "run": entry.run, "spender": entry.spender, "state": entry.state, "steps": entry.charged.num_steps,
-        "reserved_steps": entry.planned.num_steps, "epsilon_alone": round(entry.charged.epsilon(delta).epsilon, 4),
+        "reserved_steps": entry.planned.num_steps, "epsilon_alone": entry.charged.epsilon(delta).epsilon,
         "date": entry.date,
     }  # fmt: skip

@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 
 from dpfunc import accounting
-from dpfunc._utils.validation import refuse
+from dpfunc._utils.validation import expect, refuse
 from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
-from dpfunc.accounting.accountant import ACCOUNTANTS
+from dpfunc.accounting.accountant import ACCOUNTANTS, upper
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.costs import read_cost
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger
@@ -185,7 +185,7 @@ def _show_record(record: Record | SelectionRecord, parts: Sequence[tuple[str, Le
         title, counted = f"{record.ledger.num_steps} steps, {adjacency}", [*parts]
         last = " at the end" if record.clip in known.CHANGING else ""
         own = {
-            "computed by": f"{record.accountant} ({record.note}); rdp: {record.epsilon_rdp:.6g}",
+            "computed by": f"{record.accountant} ({record.note}); rdp: {upper(record.epsilon_rdp)}",
             "steps": f"{record.global_step} of {record.num_steps}, {record.epoch:.4g} passes over the data",
             "noise": f"{record.mechanism}, {record.noise_multiplier:.6g} times the sensitivity",
             "noise source": f"{record.noise_source}, {record.noise_key}",
@@ -197,7 +197,7 @@ def _show_record(record: Record | SelectionRecord, parts: Sequence[tuple[str, Le
         }
     print_values(f"What the {kind} has cost", {
         "protected": record.unit,
-        "epsilon": f"{record.epsilon:.6g} at delta {record.delta:g}{included}",
+        "epsilon": f"{upper(record.epsilon)} at delta {record.delta:g}{included}",
         "neighbours": f"{NEIGHBOURS[adjacency]} ({adjacency})",
         **own,
         "data set size": f"{record.dataset_size}, {record.dataset_size_is}",
@@ -238,6 +238,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     source = _read_source(path)
     _note(source)
     claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
+    expect(claim >= 0, "0 <= epsilon <= inf", "epsilon", claim)
     found = source.guarantee(at, method)
     rows = _compare(source, claim, at, found)
     checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
@@ -247,7 +248,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
 
 def _compare(source: _Source, claim: float, delta: float, found: accounting.Guarantee) -> list[_Row]:
     """Compare a claim with what the counted steps cost, and the facts of a record with each other and its journal."""
-    computed = f"claimed {claim:.6g}, computed {found.epsilon:.6g} by {found.method} at delta {found.delta:g}"
+    computed = f"claimed {claim:.6g}, computed {upper(found.epsilon)} by {found.method} at delta {found.delta:g}"
     low, high = found.epsilon * (1 - _ROUNDING), found.epsilon * (1 + _ROUNDING)
     said = ": the claim is too small" if claim < low else ": the claim is an upper bound" if claim > high else ""
     rows: list[_Row] = [("epsilon", claim >= low, f"{computed}{said}")]

@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dpfunc.accounting import Guarantee
+from dpfunc.accounting.accountant import upper
 
 _WIDE = 10_000  # of no terminal
 json_option: Callable[[Any], Any] = click.option(
@@ -71,11 +72,14 @@ def print_values(title: str, values: Mapping[str, Any], as_json: bool = False) -
     if as_json:
         print_json(values)
         return
-    rows = []
-    for name, value in values.items():
-        shown = "infinite" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        rows.append((name.replace("_", " "), shown))
-    print_rows(title, ("", ""), rows)
+    print_rows(title, ("", ""), [(name.replace("_", " "), shown(name, value)) for name, value in values.items()])
+
+
+def shown(name: str, value: Any) -> str:
+    """A value as text; an epsilon is rounded up, and None is an infinite one."""
+    if isinstance(value, float):
+        return upper(value) if name.startswith("epsilon") else f"{value:.6g}"
+    return "infinite" if value is None else str(value)
 
 
 def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import RunCount
+from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import listed
 from dpfunc.accounting.selection import SHAPES
 from dpfunc.cli._output import Report, json_option, print_line, print_rows, reporting
@@ -206,7 +207,7 @@ def generate(
     spent = (
         "nothing protects the training records"
         if writer.epsilon is None
-        else f"epsilon={writer.epsilon:.4g} at delta={writer.delta:g} as the model, with no further cost"
+        else f"epsilon={upper(writer.epsilon, 4)} at delta={writer.delta:g} as the model, with no further cost"
     )
     if writes:
         values = {"num_texts": count, "out": str(out), "epsilon": writer.epsilon, "delta": writer.delta}

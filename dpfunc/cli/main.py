@@ -77,7 +77,7 @@ def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             epochs: float | None, delta: float, as_json: bool, **rest: Any,
         ) -> None:  # fmt: skip
             refuse(
-                ((sampling_prob is None) == (dataset_size is None or batch_size is None),
+                ((sampling_prob is None) == (batch_size is None) or (batch_size is not None and dataset_size is None),
                  "Expected either --sampling-prob, or --dataset-size together with --batch-size."),
                 ((steps is None) == (epochs is None), "Expected either --steps or --epochs."),
             )  # fmt: skip

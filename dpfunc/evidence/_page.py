@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from dpfunc.accounting._trade_off import true_positives
+from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.ledger import in_short
 
 _STYLE = (
@@ -35,14 +36,14 @@ def page(values: Mapping[str, Any]) -> str:
     sections = {
         "The claim": _table([
             ("protected", claim["unit"]),
-            ("epsilon, delta", f"epsilon {claim['epsilon']:.6g} at delta {claim['delta']:g}"),
+            ("epsilon, delta", f"epsilon {upper(claim['epsilon'])} at delta {claim['delta']:g}"),
             ("neighbours", f"{claim['neighbours']} ({claim['adjacency']})"),
             ("covered", "; ".join(claim["covered"])),
             ("not covered", "; ".join(claim["not_covered"])),
         ]),
         "Assumptions": _table((each["says"], _MET[each["met"]]) for each in values["assumptions"]),
         "Epsilon by two accountants": _table(
-            (each["name"], f"{each['epsilon']:.6g}: {each['error']}") for each in result["accountants"]
+            (each["name"], f"{upper(each['epsilon'])}: {each['error']}") for each in result["accountants"]
         ),
         "What an attacker can reach": (
             "<p>An attacker who knows all other records guesses whether one unit was there. Whatever the attack is:</p>"

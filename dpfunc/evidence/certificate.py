@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from dpfunc._utils.files import replace_file
 from dpfunc._utils.validation import boolean, digest, expect, unique_json, unsigned
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.ledger import parsed, to_values
 from dpfunc.accounting.record import (
     CLIPS,
@@ -160,7 +161,7 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
     rows = [Finding("bytes", same, "as they were written" if same else changed)]
     basis, place = _BASES[values["schema"]], again["budget"]
     details = {  # of some parts, after they were computed again
-        "claim": f"epsilon={again['claim']['epsilon']:.6g} at delta={again['claim']['delta']:g}",
+        "claim": f"epsilon={upper(again['claim']['epsilon'])} at delta={again['claim']['delta']:g}",
         "assumptions": f"{sum(each['met'] is False for each in again['assumptions'])} not met",
         "budget": f"run {place['number']}, {place['run']!r}, within epsilon={place['epsilon']:g} with all others"
         if place

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from dpfunc import accounting
+from dpfunc.accounting.accountant import upper
 from dpfunc.engines.explain import explain
 from dpfunc.engines.microbatches import saved_bytes
 from dpfunc.errors import DPFuncError
@@ -69,13 +70,14 @@ def _budget_lines(prepared: Prepared) -> list[str]:
     lines = [
         f"noise multiplier: {plan.noise_multiplier:.4g}, clip norm: {plan.clip.clip_norm} "
         f"({type(plan.clip).__name__.lower()})",
-        f"epsilon: {spent.epsilon:.4g} ({spent.method}), {rdp:.4g} (rdp) at delta = {plan.delta:g}, {plan.adjacency}",
+        f"epsilon: {upper(spent.epsilon, 4)} ({spent.method}), {upper(rdp, 4)} (rdp) at delta = {plan.delta:g}, "
+        f"{plan.adjacency}",
     ]
     if prepared.recipe is None and (advice := plan.advice()) is not None:
         lines.append(f"WARNING: {advice}")
     if prepared.spent is not None:
         both = accounting.epsilon(prepared.spent.compose(plan.ledger()), plan.delta, plan.accountant)
-        lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {both.epsilon:.4g} in all")
+        lines.append(f"with {prepared.spent.num_steps} steps of earlier runs: epsilon: {upper(both.epsilon, 4)} in all")
     return lines
 
 

@@ -15,6 +15,7 @@ from dpfunc._utils.files import remove, replace_file, sweep, weights_in
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import refuse, unique_json
 from dpfunc.accounting import Ledger, record
+from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.record import versions
 from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, LedgerConflict, NotWritten
@@ -54,9 +55,9 @@ def search_lines(search: Search) -> list[str]:
         f"steps: {runs.mean * steps:.0f} on average, with probability 0.99 at most about {most * steps:.0f}",
         f"score: {MEANING[search.job.task]}, plus noise of standard deviation {search.score_noise:g}",
         *(f"candidate {listed(each.values)}: noise multiplier {each.plan.noise_multiplier:.4g} (without a search "
-          f"{each.alone:.4g}); one run would cost epsilon={each.plan.guarantee().epsilon:.4g}"
+          f"{each.alone:.4g}); one run would cost epsilon={upper(each.plan.guarantee().epsilon, 4)}"
           for each in search.candidates),
-        f"the whole search{counted}: epsilon={cost.epsilon:.4g} at delta={cost.delta:g} ({cost.method}), "
+        f"the whole search{counted}: epsilon={upper(cost.epsilon, 4)} at delta={cost.delta:g} ({cost.method}), "
         f"{cost.adjacency}",
     ]  # fmt: skip
 
@@ -64,7 +65,8 @@ def search_lines(search: Search) -> list[str]:
 def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> list[str]:
     """The result of a private search in lines: all of it is released."""
     found, nothing = outcome
-    lines = [f"Spent by the whole search: epsilon={found.epsilon:.4g} at delta={found.delta:g}, one record protected."]
+    spent = f"epsilon={upper(found.epsilon, 4)} at delta={found.delta:g}"
+    lines = [f"Spent by the whole search: {spent}, one record protected."]
     if insecure_seed is not None:
         lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
     if found.chosen is None:

@@ -13,6 +13,7 @@ from dpfunc._utils.files import remove, replace_file
 from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import refuse, shorten, unique_json
 from dpfunc.accounting import Ledger
+from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import ONE_RECORD, Record
 from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
 from dpfunc.budget import Budget
@@ -155,7 +156,7 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
         epsilon = journal_ledger(journal).epsilon(delta, job.privacy.dp_accountant).epsilon
         earlier = ", earlier runs included" if job.data.spent else ""
         cost = (
-            f"{how}. The journal has {steps} steps, which spent epsilon={epsilon:.4g} at delta={delta:g}"
+            f"{how}. The journal has {steps} steps, which spent epsilon={upper(epsilon, 4)} at delta={delta:g}"
             f"{earlier}. A new run on these records counts them: --spent {journal}."
         )
     begun = "There is no checkpoint to resume." if steps else "The same command starts it again."

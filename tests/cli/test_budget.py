@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,22 @@ def test_the_commands(tmp_path):
     assert (missing.exit_code, "no such file" in missing.output) == (1, True)
 
 
+@pytest.mark.parametrize("sigma", [2.01, 2.03, 2.05, 2.07])
+def test_no_printed_epsilon_is_below_the_cost(tmp_path, sigma):
+    """Neither as JSON nor in a table; nor that of the accountant's own commands."""
+    url, given = tmp_path / "mails.db", ("-q", 0.1, "-s", sigma, "-t", 50)
+    created(url)
+    cost = Ledger((Event(0.1, sigma, 50),)).epsilon(1e-3).epsilon
+    names = ("--unit", "one patient", "--spender", "ana")
+    printed = [run("reserve", url, "one", *given, *names).stdout, run("history", url).stdout, run("show", url).stdout]
+    printed.append(invoke("epsilon", *given, "--delta", 1e-3).stdout)
+    for text in printed:
+        shown = [number for number in map(float, re.findall(r"\d+\.\d+", text)) if abs(number / cost - 1) < 1e-3]
+        assert shown, text
+        assert min(shown) >= cost, text
+    assert json.loads(run("history", url, "--json").stdout)[0]["epsilon_alone"] == cost
+
+
 def test_a_dead_run_is_settled_by_its_folder(tmp_path):
     """And its certificate says the place in the budget, which is computed again."""
     url, key = tmp_path / "mails.db", secure_key()
@@ -91,7 +108,7 @@ NAMES = ["--budget", "mails.db", "--budget_run", "first", "--budget_spender", "a
 
 def test_train_reserves_and_settles(job):
     dry = train(*NAMES, "--dry-run")
-    assert "with 5 steps of earlier runs: epsilon: 7.999" in dry.output
+    assert "with 5 steps of earlier runs: epsilon: 8 in all" in dry.output
     assert job.account().number == 0
     result = train(*NAMES)
     assert result.exit_code == 0, result.output

@@ -208,6 +208,14 @@ def test_claims_that_are_larger_smaller_or_infinite(folder):
     assert json.loads(run("show", folder, "--json").stdout)["epsilon"] is None
 
 
+@pytest.mark.parametrize("options", [("--epsilon", "nan"), ("--epsilon", -1.0), ("--delta", "nan")])
+def test_claims_that_are_no_numbers_are_refused(folder, options):
+    for shape in ([], ["--json"]):
+        result = run("check", folder, *options, *shape)
+        assert (result.exit_code, type(result.exception), result.stdout) == (1, SystemExit, "")
+        assert f"got {options[0][2:]}={options[1]}." in result.stderr
+
+
 def test_a_journal_has_no_claim_and_no_delta_of_its_own(folder, tmp_path):
     path = folder / "privacy_journal.jsonl"
     assert run("check", path, "--epsilon", 2.6, "--delta", 1e-5).exit_code == 0

@@ -56,6 +56,8 @@ BAD = {
     "neither steps nor epochs": (["epsilon", "-q", 0.1, "--sigma", 1, "--delta", 1e-5], 1, "either --steps or --epochs"),
     "both": ([*GOOD, "--epochs", 3], 1, "either --steps or --epochs"),
     "no sampling": (["epsilon", "--steps", 3, "--sigma", 1, "--delta", 1e-5], 1, "either --sampling-prob, or"),
+    "a batch size beside q": ([*GOOD, "-b", 10], 1, "either --sampling-prob, or --dataset-size together with"),
+    "all three": ([*GOOD, "-n", 100, "-b", 10], 1, "either --sampling-prob, or --dataset-size together with"),
     "endless epochs": (["epsilon", "-q", 0.1, "--epochs", "inf", "--sigma", 1, "--delta", 1e-5], 1, "0 < epochs < inf"),
     "missing delta": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1], 2, "Missing option '--delta'"),
     "misspelt option": ([*GOOD, "--adjacancy", "x"], 2, "No such option"),

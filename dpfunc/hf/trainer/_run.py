@@ -21,6 +21,7 @@ from transformers.trainer_callback import ProgressCallback, TrainerCallback, tqd
 from dpfunc import distributed
 from dpfunc._utils.validation import shorten
 from dpfunc.accounting import Ledger, affordable_steps
+from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import Record
 from dpfunc.batches import batch_size, rows
 from dpfunc.checkpoint import Checkpoint
@@ -224,7 +225,7 @@ def warning_step(plan: Plan, before: Ledger, limit: int, share: float) -> float:
 def warning_text(plan: Plan, state: StepState) -> str:
     """Warning that most of the budget is spent, with the number of steps left."""
     return (
-        f"Privacy budget: epsilon={state.ledger.epsilon(plan.delta, plan.accountant).epsilon:.4g} of "
+        f"Privacy budget: epsilon={upper(state.ledger.epsilon(plan.delta, plan.accountant).epsilon, 4)} of "
         f"{plan.epsilon:g} at delta={plan.delta:g} is spent after step {state.step}. {state.limit - state.step} steps "
         "are left, and they stay within the budget."
     )
