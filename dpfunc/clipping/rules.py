@@ -212,9 +212,21 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
         return rule.factors(norms_BG, bounds_G)
     if not len(norms_BG):
         return torch.zeros_like(norms_BG)
+
+    def of_row(norms_G: Tensor) -> Tensor:
+        factors_1G = once.factors(norms_G[None], bounds_G)
+        got = tuple(factors_1G.shape) if isinstance(factors_1G, Tensor) else type(factors_1G).__name__
+        if got != (1, len(norms_G)):  # broadcast over the rows, it would be the factors of other ones
+            raise InvalidArgument(
+                f"Expected the factors of {type(rule).__name__} to be a tensor of the shape of norms_BG, of one row "
+                f"{(1, len(norms_G))}, got {got}. Return factors.expand_as(norms_BG). Nothing was released and nothing "
+                "was spent."
+            )
+        return factors_1G[0].to(norms_G)
+
     try:
         once = copy.deepcopy(rule)
-        factors_BG: Tensor = torch.func.vmap(lambda norms_G: once.factors(norms_G[None], bounds_G)[0])(norms_BG)
+        return torch.func.vmap(of_row)(norms_BG)
     except (RuntimeError, IndexError, TypeError) as error:
         refuse_out_of_memory(error)
         raise InvalidArgument(
@@ -223,7 +235,6 @@ def _factors(rule: ClipRule, norms_BG: Tensor, bounds_G: Tensor) -> Tensor:
             "depends on other rows breaks the bound. Write it without reading numbers (float, item, if), and without "
             "what cannot be copied (locks, tensors of a graph). Nothing was released and nothing was spent."
         ) from error
-    return factors_BG.expand_as(norms_BG)
 
 
 class Stateless:

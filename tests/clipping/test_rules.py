@@ -158,6 +158,33 @@ def test_a_rule_that_cannot_be_asked_row_by_row_is_refused(rule):
         safe_factors(rule, torch.ones(3, 1), [1.0], torch.ones(3, dtype=torch.bool))
 
 
+SHAPES = {  # of a row of two groups -> what the message says
+    "(G,)": (lambda norms_BG, bounds_G: bounds_G, r"got \(2,\)"),
+    "(1,), as many rows as groups": (lambda norms_BG, bounds_G: 1 / norms_BG.amax(1), r"got \(1,\)"),
+    "(1, 1)": (lambda norms_BG, bounds_G: 1 / norms_BG.amax(1, keepdim=True), r"got \(1, 1\)"),
+    "more columns": (lambda norms_BG, bounds_G: norms_BG.repeat(1, 2), r"got \(1, 4\)"),
+    "a number": (lambda norms_BG, bounds_G: 0.5, r"got float\."),
+}
+
+
+@pytest.mark.parametrize(("factors", "got"), SHAPES.values(), ids=SHAPES)
+def test_factors_of_another_shape_are_refused(factors, got):
+    """Two rows with two groups: a factor a row was read as a factor a group, so that rows had those of others."""
+    Named = type("Named", (), {"factors": staticmethod(factors)})
+    with pytest.raises(InvalidArgument, match=rf"factors of Named .* \(1, 2\), {got}"):
+        safe_factors(Named(), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1.0, 1.0], None)
+
+
+def test_factors_of_another_dtype_are_taken():
+    norms_BG, Double = (
+        torch.ones(3, 1),
+        type("Double", (), {"factors": lambda self, norms_BG, _: norms_BG.double() / 4}),
+    )
+    found = safe_factors(Double(), norms_BG, [1.0], None)
+    assert torch.equal(found, norms_BG / 4)
+    assert found.dtype == norms_BG.dtype
+
+
 @pytest.mark.parametrize(
     ("name", "expected"), [("all", 1), ("layer", 3), ("parameter", 4), ("blocks", 2), ("mapping", 2)]
 )
