@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from dpfunc._utils.validation import (
+    below_one,
     boolean,
     checked,
     count,
@@ -316,7 +317,7 @@ class Plan:
     @property
     def share_beside(self) -> float:
         """Share of the squared bound that statistics take from the gradient: of `telemetry`, and of the clip rule."""
-        return getattr(self.telemetry, "share", 0.0) + of_run(self.clip).share
+        return getattr(self.telemetry, "share", 0.0) + below_one("share", of_run(self.clip).share)
 
     def telemetry_errors(self, step: int = 0) -> dict[str, float]:
         """Standard error that the noise gives each statistic of a step (of a histogram each share), before the run.

@@ -47,6 +47,17 @@ class OfNoSize(sampling.Poisson):
         return float("nan")
 
 
+@dataclasses.dataclass(frozen=True)
+class Beside(clipping.Flat):
+    """A clip rule of a user whose statistics have this share of the squared bound."""
+
+    clip_norm: float = 1.0
+    share: object = 0.0
+
+    def at(self, step, state):
+        return clipping.Flat(1.0)
+
+
 CONTRADICTIONS = {
     "noise that costs nothing": ({"noise": Free()}, r"Expected noise whose events say what the steps of the run cost"),
     "batches of no size": ({"sampler": OfNoSize(1000, 0.05)}, r"Expected 0 < expected_batch_size of the sampler < inf"),
@@ -66,6 +77,9 @@ CONTRADICTIONS = {
     "GDP as budget": ({"accountant": "gdp-approximation"}, r"Expected accountant to be one of.*under-reports"),
     "clip": ({"clip": 1.0}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=1\.0"),
     "clip class": ({"clip": clipping.Flat}, r"Expected a clip rule such as clipping.Flat\(clip_norm=...\), got clip=<class"),
+    "share NaN": ({"clip": Beside(share=float("nan"))}, r"Expected 0 <= share < 1, got share=nan"),
+    "share below 0": ({"clip": Beside(share=-0.1)}, r"Expected 0 <= share < 1, got share=-0\.1"),
+    "share of a text": ({"clip": Beside(share="0.1")}, r"Expected 0 <= share < 1, got share='0\.1'"),
     "sampler": ({"sampler": 0.05}, r"Expected a sampler such as sampling.Poisson"),
     "noise": ({"noise": 1.0}, r"Expected noise such as noise.Gaussian\(\), got noise=1\.0"),
     "plan over budget": ({"epsilon": 0.1}, r"Expected a plan within its budget, got epsilon=0.1, but 20 steps"),
