@@ -53,7 +53,7 @@ _NOT_NEAR = 0.99  # of the estimate of the Renyi bound
 
 
 def upper(epsilon: float, digits: int = 6) -> str:
-    """An epsilon in so many digits, rounded up: what is printed is an upper bound, too.
+    """An `epsilon` in `digits` digits, rounded up: what is printed is an upper bound, too.
 
     >>> upper(2.000001), upper(2.0), upper(math.inf)
     ('2.00001', '2', 'inf')
