@@ -37,13 +37,15 @@ def dry_run(job: Job, *, resume: bool = False, insecure_seed: int | None = None)
     train, evaluation = (without_references(job, each) for each in (records.train, records.evaluation))
     prepared = replace(prepared, records=replace(records, train=train, evaluation=evaluation))
     rehearse(prepared)
-    job, records = prepared.job, prepared.records
+    job, records, held_out = prepared.job, prepared.records, f", {len(prepared.records.evaluation)} to evaluate on"
+    if job.privacy.dp_dataset_size is not None:  # the size is private, and so is that of each part
+        held_out, prepared = "", replace(prepared, records=replace(records, evaluation=()))
     plan, n = prepared.plan, job.privacy.public_size(len(records.units))
     total = sum(p.numel() for p in prepared.model.parameters())
     q = job.batch_size / n if plan is None else plan.sampler.expected_batch_size(0) / n
     unit, most = "records" if records.persons is None else "people", job.data.max_records_per_unit
     return [  # of the private table no number but that which the plan publishes
-        f"{unit}: {n} to train on, {len(records.evaluation)} to evaluate on",
+        f"{unit}: {n} to train on{held_out}",
         *seen_lines(records),
         *chat_lines(job, prepared.processing),
         *[f"people: {n}, each of them protected, with at most {most} records each. Batches count people"]

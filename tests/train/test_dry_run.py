@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from text_job import MODES, files, train
+from text_job import MODES, files, train, write_job, write_table
 
 
 def test_dry_run_writes_nothing(here):
@@ -25,6 +25,22 @@ def test_dry_run_writes_nothing(here):
     for flags in (["--dp_dry_run"], ["--dry_run"]):
         assert "Nothing was trained" in train(*flags, "--output_dir", "other").stdout
     assert files(here) == before
+
+
+def test_with_a_public_bound_no_number_of_held_out_records_is_printed(tmp_path, monkeypatch):
+    """Neither itself nor in the memory of the features that are kept."""
+    write_job(tmp_path, "text_classification", "bert")
+    monkeypatch.chdir(tmp_path)
+
+    def printed(rows, *flags):
+        write_table(tmp_path / "mails.jsonl", rows)
+        result = train("--dry-run", "--eval_fraction", 0.3, "--init", "pretrained", "--strategy", "head", *flags)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert "to evaluate on" in printed(150)
+    assert "features" in printed(150)
+    assert printed(150, "--dp_dataset_size", 250) == printed(240, "--dp_dataset_size", 250)
 
 
 def test_memory_grows_with_the_physical_batch_only(here):
