@@ -191,7 +191,7 @@ def key_of(job: Job, purpose: str) -> Any:
 def choose_parameters(model: nn.Module, job: Job, processing: Any) -> nn.Module:
     """The model to train: with adapters of PEFT around it, or with some of its own parameters requiring gradients."""
     if job.task == "vqa":
-        return _checked(_with_strategy(model, job), job.lora)
+        return _with_strategy(model, job)
     if job.strategy in ADAPTERS:
         return _checked(_with_lora(model, job, processing), job.lora)
     parameters, base = dict(model.named_parameters()), f"{getattr(model, 'base_model_prefix', '')}."

@@ -66,7 +66,7 @@ NAMES = {  # task, flags, the name that is refused, or None
     "an end of a word": ("causal_lm", ["--lora.targets", "q_proj,proj"], "lora.targets='proj'"),
     "all and one more": ("causal_lm", ["--lora.targets", "all-linear,q_proj"], "lora.targets='all-linear'"),
     "a whole module": ("causal_lm", ["--lora.modules_to_save", "norm,lm_hed"], "lora.modules_to_save='lm_hed'"),
-    "images": ("vqa", ["--lora.targets", "q_proj,v_prj"], "lora.targets='v_prj'"),
+    "images": ("vqa", ["--lora.targets", "q_proj,v_prj"], "got targets='v_prj'. Did you mean 'v_proj'"),
     "good names": ("causal_lm", ["--lora.targets", "self_attn.q_proj,v_proj", "--lora.modules_to_save", "norm,lm_head"], None),
     "good names of images": ("vqa", ["--lora.targets", "q_proj,v_proj"], None),
     "all": ("causal_lm", ["--lora.targets", "all-linear"], None),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpfunc._utils.validation import integer, one_of, refuse, shorten
+from dpfunc._utils.validation import expect, integer, one_of, refuse, shorten, suggestion
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
 from dpfunc.functional.names import outermost
@@ -139,6 +139,10 @@ def prepare(
     from peft import LoraConfig, get_peft_model
 
     chosen = language_layers(model) if targets is None else targets
+    ends = [f".{name}" for name, _ in model.named_modules()]
+    for target in () if isinstance(chosen, str) else chosen:  # PEFT drops those that it does not find beside others
+        expect(any(end.endswith(f".{target}") for end in ends), "the end of the name of a module", "targets", target,
+               suggestion(target, {end.rpartition(".")[2] for end in ends[1:]}))  # fmt: skip
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=chosen if isinstance(chosen, str) else list(chosen),
         modules_to_save=list(parts(model).projector) if train_projector else None,

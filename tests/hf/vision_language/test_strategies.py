@@ -147,6 +147,17 @@ def test_prepare_trains_what_the_strategy_trains(name):
         assert set(trained) == set(ours)
 
 
+def test_targets_of_no_module_are_refused_beside_others():
+    """PEFT adapts the others, and says nothing; the model is left as it was."""
+    model, options = tiny_llava(), {"rank": 2, "alpha": 4.0}
+    for wrong in ("v_prj", "proj"):
+        with pytest.raises(InvalidArgument, match=f"the end of the name of a module, got targets='{wrong}'"):
+            vision_language.prepare(model, "lora", targets=["q_proj", wrong], **options)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    trained = vision_language.prepare(model, "lora", targets=["self_attn.q_proj", "v_proj"], **options)
+    assert any("v_proj.lora_A" in name for name, p in trained.named_parameters() if p.requires_grad)
+
+
 def packed_model(projector=False):
     model = model_of()
     chosen = list(vision_language.language_layers(model))
