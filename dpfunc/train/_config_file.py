@@ -159,7 +159,7 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
     """The values of a file with those of flags over them; of two alternatives a flag replaces the other one."""
     given: dict[str, dict[str, Any]] = {}
     for (section, key), text in flags.items():
-        given.setdefault(section, {})[key] = _from_text(f"--{key}", text, _PLACES[section, key])
+        given.setdefault(section, {})[key] = _from_text(section, key, text)
     merged = {**values, **given.pop("", {})}
     for section, new in given.items():
         old = {} if merged.get(section) is None else merged[section]
@@ -172,8 +172,9 @@ def override(values: Mapping[str, Any], flags: Mapping[tuple[str, str], str]) ->
     return merged
 
 
-def _from_text(flag: str, text: str, kind: Any) -> object:
+def _from_text(section: str, key: str, text: str) -> object:
     """The value of a flag: null, a list, or what pydantic makes of it. The limits of its key are checked in the job."""
+    kind: Any = _PLACES[section, key]
     options = get_args(kind)
     if type(None) in options and text.lower() in ("null", "none"):
         return None
@@ -184,7 +185,7 @@ def _from_text(flag: str, text: str, kind: Any) -> object:
             return [adapter.validate_strings(item.strip()) for item in text.split(",")]
         return adapter.validate_strings(text)
     except ValidationError as error:
-        raise explained(error, flag) from None
+        raise explained(error, f"--{key}", f"{section}.{key}") from None
 
 
 # Values to try: key of `GRID_KEYS` -> texts as of flags; and factors of the learning rate.

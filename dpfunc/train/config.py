@@ -522,8 +522,8 @@ def twin(job: Job) -> Job:
     )  # fmt: skip
 
 
-def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
-    """The first problem of an error of pydantic about a key or a flag, unknown keys first; nothing long is shown."""
+def explained(error: ValidationError, flag: str = "", key: str = "") -> InvalidArgument:
+    """The first problem of an error of pydantic about keys, or the flag of a key, unknown keys first; nothing long."""
     problem = min(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
     kind, place, value = problem["type"], problem["loc"], problem["input"]
     name, last = flag or ".".join(map(str, place)), str(place[-1] if place else "")
@@ -537,7 +537,7 @@ def explained(error: ValidationError, flag: str = "") -> InvalidArgument:
         return InvalidArgument(f"Expected {name} in the job. {keys[last]}".rstrip())
     domain, hint = _domain(problem, section, last, name)
     hidden = isinstance(value, list | dict) or len(repr(value)) > _LONGEST
-    hint = _EACH.get(".".join(map(str, place[:2])), hint)
+    hint = _EACH.get(key or ".".join(map(str, place[:2])), hint)
     return (wrong_type if hidden else fail)(domain.replace("{name}", name), name, value, hint)
 
 

@@ -61,7 +61,7 @@ REFUSED = {  # flags, exit code, message
     "optimizer of a package": (["--optimizer", "galore_adamw"], 1, "(optimizer, scheduler, report_to, bf16) that the Trainer takes: "),
     "scheduler": (["--scheduler", "x"], 1, "Expected --scheduler to be one of 'linear', 'cosine', "),
     "schedule with settings": (["--scheduler", "warmup_stable_decay"], 1, "Expected --scheduler to be one of 'linear', "),
-    "schedule of evaluations": (["--scheduler", "greedy"], 1, "Expected --scheduler to be one of 'linear', 'cosine', "),
+    "schedule of evaluations": (["--scheduler", "greedy"], 1, "got --scheduler='greedy'. A rate that follows an evaluation would carry records"),
     "no model": (["--model.path", "nowhere"], 1, "got model.path='nowhere': there is no such folder here"),
     "no tokenizer": (["--model.tokenizer", "a/b/c"], 1, "got model.tokenizer='a/b/c': there is no such folder here"),
     "misspelt logger": (["--report_to", "tensorbord"], 1, "Did you mean 'tensorboard'?"),
