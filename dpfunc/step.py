@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.validation import expect, fail, named, one_of, refuse, wrong_type
+from dpfunc._utils.validation import fail, named, one_of, refuse, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.batches import (
@@ -38,6 +38,7 @@ from dpfunc.engines._guards.several_rows import look_at_rows, warn_of_unused
 from dpfunc.engines.vmap_grad import Decision, engine_of
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
+from dpfunc.noise.gaussian import with_noise
 from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import StepState
@@ -212,16 +213,7 @@ class DPStep:
         mechanism, turn = self._mechanism, states.turn_of(state)
         if self.ranks is not None:
             return release(self.ranks, mechanism, clipped, clip.with_leaves(params), state.noise_state, turn)
-        released, noise_state = mechanism.add(clipped, state.noise_state, turn)
-        wanted, got = (
-            {name: f"{value.dtype} {tuple(value.shape)}" for name, value in sums.items()}
-            for sums in (clipped.sums, released)
-        )
-        expect(
-            got == wanted, "noise of the names, dtypes and shapes of the sums", "what the mechanism returned",
-            sorted(got.items() ^ wanted.items()), "Nothing was released and nothing was spent.",
-        )  # fmt: skip
-        return released, noise_state
+        return with_noise(mechanism, clipped, state.noise_state, turn)
 
     @cached_property
     def _mechanism(self) -> Mechanism:
@@ -235,8 +227,11 @@ class DPStep:
         finite_B = torch.isfinite(norms_BG).all(1)
         none, half = ~(finite_B & norms_BG.any(1)).any(), 2 * finite_B.sum() <= len(norms_BG)
         lost = (none | half) & bool(len(norms_BG))
+        one_draw = self._mechanism.add_share is not None
         digest, all_lost = (
-            own_digest(released, params, lost) if self.ranks is None else digest_of_all(released, self.ranks, lost)
+            own_digest(released, params, lost)
+            if self.ranks is None
+            else digest_of_all(released, self.ranks, lost, one_draw=one_draw)
         )
         with states.release_lock(state):
             with self._sharing_errors():

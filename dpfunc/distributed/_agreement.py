@@ -36,7 +36,7 @@ class RankSummary(NamedTuple):
 
 
 UNABLE = RankSummary(failed=1)
-_SPOILED = -1  # in place of a digest, which is not negative
+_SPOILED, _DIFFERENT = -1, -2  # in place of a digest, which is not negative
 _SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
 # Advice for the error message, for each field of `RankSummary` that must agree.
 _ADVICE = {
@@ -187,15 +187,27 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
     return pytree.tree_map(lambda row, leaf: row.to(leaf.device), ranks.dummy, batch)
 
 
-def digest_of_all(released: Params, ranks: Ranks, mark: Tensor) -> tuple[str, bool]:
-    """Digest of what all processes release, and the mark (0-d, bool) of this one; NaN in the sums of one stops all."""
+def digest_of_all(released: Params, ranks: Ranks, mark: Tensor, *, one_draw: bool) -> tuple[str, bool]:
+    """Digest of what all processes release, and the mark (0-d, bool) of this one; NaN in the sums of one stops all.
+
+    Whole sums to which each process added all of the noise must be equal, the mean of others would have less noise;
+    those of `one_draw` by all together come to all in one message.
+    """
     with in_step(ranks):
         own, names, marked = digest_and_mark(released, None, mark)
         own = _SPOILED if names else own
-        for group in ranks.groups if any(map(is_dtensor, released.values())) else ():
+        parts = any(map(is_dtensor, released.values()))
+        for group in ranks.groups if parts or not one_draw else ():
             digests = [number for (number,) in gathered_rows([own], group, ranks.device)]
-            own = digests[0] if len(set(digests)) == 1 else digest(str(digests))
-            own = _SPOILED if _SPOILED in digests else own
+            own = min(digests)
+            if own >= 0 and len(set(digests)) > 1:
+                own = digest(str(digests)) if parts else _DIFFERENT
         if own == _SPOILED:
             refuse_sums(names)
+        if own == _DIFFERENT:
+            raise RankMismatch(
+                "The processes of this run would release different values, each with other noise, whose mean has less. "
+                "Noise of your own must be a function of turn.key; all machines need the same version of numpy. "
+                "Nothing was released and nothing was spent."
+            )
     return in_hex(own), marked

@@ -16,11 +16,13 @@ from torch import Tensor
 from dpfunc._utils.parts import Window, distributed, is_dtensor, local, shard_dims
 from dpfunc._utils.processes import arrived, message_device, process_context
 from dpfunc._utils.validation import shorten
+from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed.ranks import Ranks, axes_over, is_sharded_over
 from dpfunc.engines._numerics import accumulation_dtype
 from dpfunc.errors import InvalidArgument, StepAborted
 from dpfunc.noise import Mechanism, Turn
 from dpfunc.noise._streams import rows_of_a_tile
+from dpfunc.noise.gaussian import with_noise
 from dpfunc.types import ClippedSum, Params
 
 _ALIGNED = 16  # numbers: a sum begins on a cache line, and its checksum needs no copy
@@ -92,11 +94,14 @@ def release(
 
     Guarantees:
         tests/distributed/test_ranks.py::test_an_error_of_one_process_aborts_the_step_on_all;
-        tests/distributed/test_reduce.py::test_noise_that_is_missing_is_an_error_of_all.
+        tests/distributed/test_reduce.py::test_noise_that_is_missing_is_an_error_of_all,
+        ::test_noise_of_a_user_is_the_same_on_all_processes_or_an_error_of_all.
     """
     with in_step(ranks):
         if mechanism.add_share is None or any(is_dtensor(param) for param in params.values()):
-            return mechanism.add(replace(clipped, sums=sum_over(ranks, clipped.sums, params)), noise_state, turn)
+            whole = replace(clipped, sums=sum_over(ranks, clipped.sums, params))
+            with together(ranks, StepAborted("Another process could not add its noise. Nothing was released.")):
+                return with_noise(mechanism, whole, noise_state, turn)
         shapes = {name: value.shape for name, value in clipped.sums.items()}
         with _added_up(clipped.sums, ranks) as (terms, bands):
             windows = noise_windows(shapes, ranks.rank, ranks.size)

@@ -7,6 +7,7 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
     add_gaussian         for one release without a run: a sum and a key of its own
     noise_std            for a report: the standard deviation that all of these add
     mechanism_of_draw    for an author of noise: adds what a function draws, e.g. that of `Correlated`
+    with_noise           for a step: what any mechanism releases, looked at
 """
 
 import math
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpfunc._utils.parts import Window, distributed, local
-from dpfunc._utils.validation import fail, non_negative, one_of, positive, refuse
+from dpfunc._utils.validation import expect, fail, non_negative, one_of, positive, refuse
 from dpfunc.batches import own_digest
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.noise._streams import SOURCES, Leaves, Part, Source, standard_normal
@@ -232,6 +233,20 @@ def mechanism_of_draw(run: Run, draw: Draw, init: Callable[[Params], Any] = lamb
             rows.add_(noise[name], alpha=stds[name])
 
     return Mechanism(init, add, add_share)
+
+
+def with_noise(mechanism: Mechanism, clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
+    """What a mechanism releases, and its next state; an error where it returns other names, dtypes or shapes."""
+    released, after = mechanism.add(clipped, state, turn)
+    wanted, got = (
+        {name: f"{value.dtype} {tuple(value.shape)}" for name, value in sums.items()}
+        for sums in (clipped.sums, released)
+    )
+    expect(
+        got == wanted, "noise of the names, dtypes and shapes of the sums", "what the mechanism returned",
+        sorted(got.items() ^ wanted.items()), "Nothing was released and nothing was spent.",
+    )  # fmt: skip
+    return released, after
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def spoiled_sums(whole):
     (sums["v"] if whole else sums["w"])[0] = float("nan")  # row 0 is of the first process
     try:
         parts = {**distributed.shard({"w": sums["w"]}, mesh, min_size=1), "v": sums["v"]}
-        return digest_of_all(parts, ranks, torch.tensor(False))[0]
+        return digest_of_all(parts, ranks, torch.tensor(False), one_draw=False)[0]
     except InvalidArgument as error:
         return str(error)
 
@@ -331,3 +331,26 @@ def data_sets():
         "names": _said(Unreadable(), ranks, data_name="mails of May"),
         "other names": _said(usual, ranks, data_name=f"mails of {ranks.rank}"),
     }
+
+
+class OwnNoise(dpfunc.noise.Gaussian):
+    """Noise of a user that does not do what it should, in one way or another, maybe on the second process only."""
+
+    def mechanism(self, run):
+        def add(clipped, state, turn):
+            if self.trouble == "fails" and dist.get_rank() == 1:
+                raise MemoryError("no room for noise")
+            own = torch.Generator().manual_seed(dist.get_rank() if self.trouble == "other numbers" else 0)
+            released = {name: value + torch.randn(value.shape, generator=own) for name, value in clipped.sums.items()}
+            return {name: value for name, value in released.items() if "in" in name or self.trouble != "part"}, state
+
+        return dpfunc.noise.Mechanism(lambda params: (), add)
+
+
+def noise_of_a_user(trouble):
+    """One step with such noise: what a process is told, and how many steps were written by then."""
+    ranks, written, noise = distributed.data_parallel(), [], OwnNoise()
+    object.__setattr__(noise, "trouble", trouble)
+    dp_step = make_dp_step(loss_fn, plan(noise=noise), ranks=ranks, journal=written.append)
+    state = allow_repeat(dp_step.init(params(), insecure_key(3)))
+    return (*caught(step_of, dp_step, state, ranks), len(written))

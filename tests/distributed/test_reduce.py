@@ -98,3 +98,20 @@ def test_a_process_that_cannot_draw_its_noise_stops_all():
     (first, message, _), (second, _, _) = run(2, "jobs:noise_share", "fails")
     assert (first, second) == ("StepAborted", "MemoryError")
     assert "nothing was released" in message
+
+
+OWN_NOISE = {
+    # what is wrong with it, the errors of both processes, words of the second one's
+    "other numbers": (["RankMismatch"] * 2, "whose mean has less"),
+    "part": (["InvalidArgument"] * 2, "noise of the names, dtypes and shapes"),
+    "fails": (["StepAborted", "MemoryError"], "no room for noise"),
+}
+
+
+@pytest.mark.parametrize("trouble", OWN_NOISE)
+def test_noise_of_a_user_is_the_same_on_all_processes_or_an_error_of_all(trouble):
+    kinds, words = OWN_NOISE[trouble]
+    found = run(2, "jobs:noise_of_a_user", trouble)
+    assert [(kind, written) for kind, _, written in found] == [(kind, 0) for kind in kinds]
+    assert words in found[1][1]
+    assert run(2, "jobs:noise_of_a_user", "none") == [("ok", "", 1), ("ok", "", 0)]
