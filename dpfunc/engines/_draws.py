@@ -37,7 +37,7 @@ class OwnDraws:
     @contextmanager
     def of_row(self) -> Iterator[None]:
         """Context in which torch's generators have the state of one row, for operations without a form here."""
-        generators = _generators()
+        generators = torch_generators()
         before = [generator.get_state() for generator in generators]
         try:
             for generator in generators[1:]:
@@ -97,7 +97,7 @@ def _seeded(data: bytes, position: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _generators() -> list[torch.Generator]:
+def torch_generators() -> list[torch.Generator]:
     """torch's generators, that of the CPU first."""
     return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 

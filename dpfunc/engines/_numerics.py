@@ -69,10 +69,13 @@ def _precision(
 
 def exact(device: torch.device) -> AbstractContextManager[None]:
     """Norms and sums are float32 whatever the model runs in: no autocast, no shortened products (TF32, bfloat16)."""
-    cast = torch.is_autocast_enabled("cpu")
-    if device.type == "cpu" and not cast and torch.get_float32_matmul_precision() == "highest":
-        return nullcontext()
-    return _precision(device, "highest", tf32=False, autocast=False)
+    return nullcontext() if is_exact(device) else _precision(device, "highest", tf32=False, autocast=False)
+
+
+def is_exact(device: torch.device) -> bool:
+    """True where `exact` changes nothing."""
+    shortened = torch.is_autocast_enabled("cpu") or torch.get_float32_matmul_precision() != "highest"
+    return device.type == "cpu" and not shortened
 
 
 def precision_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

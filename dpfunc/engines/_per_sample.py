@@ -428,10 +428,19 @@ class PerSample:
             self._memo.append(_MeasuredNorms(stacks, names, *numerics.squares_to_clip(found), eps))
         return self._memo[0]
 
+    def unmarked(self) -> "PerSample":
+        """The same as if the mark were not set."""
+        return replace(self, late=True)
+
+    @property
+    def mark(self) -> Tensor:
+        """True if some number needs the careful computation."""
+        return ~self._measured_norms().enough.all()
+
     @cached_property
     def is_marked(self) -> bool:
-        """Read the mark: True if some number needs the careful computation."""
-        return not bool(self._measured_norms().enough.all())
+        """Read the mark."""
+        return bool(self.mark)
 
     @cached_property
     def _norms(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

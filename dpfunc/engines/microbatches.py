@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -27,7 +27,6 @@ from dpfunc.engines._guards.loss import (
     unfollowed_code_is_an_error,
 )
 from dpfunc.engines._numerics import exact
-from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
 from dpfunc.engines.loop import RowAlone, Trial, made_up, made_up_row, quiet_trial, warm_up
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
@@ -50,7 +49,8 @@ class RowEngine(Protocol):
     """An engine of dpfunc. One of a user is a function, whose rows draw by their microbatch.
 
     Its gradients have two members more: `needs_audit`, false if each row was computed alone, or cannot be; and
-    `repeatable`, true if weighted sums can be taken more than once without another pass.
+    `repeatable`, true if weighted sums can be taken more than once without another pass. An engine whose `fixed_rows`
+    is true gets microbatches of one size, with rows of padding, where that size is given.
     """
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> object:
@@ -99,6 +99,18 @@ class Audits:
         return chance.sample(range(count), self.due(count, chance.random(), by_row))
 
 
+@runtime_checkable
+class Marked(PerSampleGrads, Protocol):
+    """Gradients with a mark, by which a second computation with more care takes the place of a first one."""
+
+    @property
+    def is_marked(self) -> bool:
+        """Read the mark."""
+
+    def unmarked(self) -> "Marked":
+        """The same as if the mark were not set."""
+
+
 @dataclass
 class LateMark:
     """Reads the mark of a pass after the sums: they are computed as if it were not set, and again if it is.
@@ -109,9 +121,9 @@ class LateMark:
 
     early: bool = False
 
-    def __call__(self, found: PerSample, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
+    def __call__(self, found: Marked, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
         """The sums of a microbatch."""
-        early, quick = self.early, replace(found, late=not self.early)
+        early, quick = self.early, found if self.early else found.unmarked()
         sums = clip_and_sum(quick, mask_B)
         self.early = quick.is_marked
         return clip_and_sum(found, mask_B) if self.early and not early else sums
@@ -144,7 +156,8 @@ class Microbatches:
         refuse_modes()
         num_samples = batch_size(batch)
         self.prepare(params, batch)
-        size, padded = self._size(params, batch, num_samples), _narrow(params)
+        size = self._size(params, batch, num_samples)
+        padded = _narrow(params) or (isinstance(self.size, int) and getattr(self.engine, "fixed_rows", False))
         if padded and mask_B is None:
             mask_B = torch.ones(num_samples, dtype=torch.bool, device=next(iter(params.values())).device)
         several = size < num_samples and not in_lockstep()
@@ -202,7 +215,7 @@ class Microbatches:
         generator = torch.default_generator.get_state()
         positions, found, by_row = self._gradients(params, microbatch, positions)
         with exact(next(iter(params.values())).device):  # processes in lockstep must take the same way
-            if isinstance(found, PerSample) and not in_lockstep():
+            if isinstance(found, Marked) and not in_lockstep():
                 sums = self.late_mark(found, mask_B, clip_and_sum)
             else:
                 sums = clip_and_sum(found, mask_B)

@@ -1,0 +1,175 @@
+"""Records the operations of a pass, of its norms and of its sums, as two functions of tensors.
+
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
+
+A recording has the constants of the loss, such as frozen weights, as the same tensors, and what Python computed as it
+was. It is kept only if it can do nothing but return numbers.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from dpfunc.engines._per_sample import PerSample
+
+_ATEN = torch.ops.aten
+# Operations that return their input, and the copy of a batch that is made when it is written into, which is refused.
+_SAME = frozenset((_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN._lazy_clone.default))
+
+
+class CannotRecord(Exception):
+    """These operations cannot be replayed."""
+
+
+class Norms(NamedTuple):
+    """What the first part of a recording gives: results, the mark of `PerSample`, and values for the sums."""
+
+    losses_B: Tensor
+    mark: Tensor
+    sq_norms: dict[str, Tensor]
+    aux: Any
+    values: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The operations of one pass over rows of a shape: those up to the norms, and those of the sums.
+
+    Args:
+        before, after: the two parts. names: parameters, in order. aux: structure of the aux of the loss. dtype: of the
+            factors. operations: number of all of them.
+    """
+
+    before: fx.GraphModule
+    after: fx.GraphModule
+    names: tuple[str, ...]
+    aux: Any
+    dtype: torch.dtype
+    operations: int
+
+    def norms(self, inputs: Sequence[Tensor]) -> Norms:
+        """Replay the pass on other parameters and rows of the same shapes."""
+        with torch.no_grad():
+            losses_B, mark, *others = self.before(*inputs)
+        count = len(self.names)
+        squares, rest = dict(zip(self.names, others[:count], strict=True)), others[count:]
+        size = 0 if self.aux is None else self.aux.num_leaves
+        aux = None if self.aux is None else pytree.tree_unflatten(rest[:size], self.aux)
+        return Norms(losses_B, mark, squares, aux, rest[size:])
+
+    def sums(self, found: Norms, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replay the weighted sums."""
+        with torch.no_grad():
+            sums = self.after(*found.values, *(factors[name].to(self.dtype) for name in self.names))
+        return dict(zip(self.names, sums, strict=True))
+
+
+def factors_of(sq_norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Made-up factors, others for each parameter and row."""
+    return {
+        name: torch.linspace(0.5, 1.0, len(values_B), dtype=values_B.dtype, device=values_B.device) / (1 + number)
+        for number, (name, values_B) in enumerate(sq_norms.items())
+    }
+
+
+def record(compute: Callable[[Sequence[Tensor]], PerSample], inputs: Sequence[Tensor], like: PerSample) -> Recording:
+    """Record `compute(inputs)`, which gives gradients as `like`, with their norms and sums.
+
+    Raises:
+        CannotRecord: the operations do more than to return numbers of their inputs.
+    """
+    factors = factors_of(like.unmarked().sq_norms())
+    names, dtype = tuple(factors), next(iter(factors.values())).dtype
+    aux_spec = None if like.aux is None else pytree.tree_flatten(like.aux)[1]
+
+    def whole(*tensors: Tensor) -> list[Tensor]:
+        given, own = tensors[: len(inputs)], tensors[len(inputs) :]
+        found = compute(given)
+        if not isinstance(found, PerSample):
+            raise CannotRecord("its rows were not computed in one pass")
+        found = replace(found, late=True)
+        aux = () if aux_spec is None else pytree.tree_leaves(found.aux)
+        results = [found.losses_B, found.mark, *found.sq_norms().values(), *aux]
+        return [*results, *found.weighted_sum(dict(zip(names, own, strict=True))).values()]
+
+    graph = make_fx(whole)(*inputs, *(factor.to(dtype) for factor in factors.values()))
+    before, after = _parts(graph, len(inputs), len(names))
+    operations = sum(node.op == "call_function" for part in (before, after) for node in part.graph.nodes)
+    return Recording(before, after, names, aux_spec, dtype, operations)
+
+
+def _parts(graph: fx.GraphModule, num_inputs: int, num_params: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The operations before the first that takes a factor, and those from there on, in the order of the recording."""
+    *nodes, output = graph.graph.nodes
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    body = [node for node in nodes if node.op != "placeholder"]
+    inputs, factors = placeholders[:num_inputs], placeholders[num_inputs:]
+    start = next((n for n, node in enumerate(body) if not set(factors).isdisjoint(node.all_input_nodes)), len(body))
+    results, sums = output.args[0][:-num_params], output.args[0][-num_params:]
+    first, second = {*inputs, *body[:start]}, body[start:]
+    used = dict.fromkeys(node for late in (*second, *sums) for node in (late, *late.all_input_nodes) if node in first)
+    before, after = fx.Graph(), fx.Graph()
+    known = {node: before.node_copy(node) for node in inputs}
+    _copy(body[:start], before, known)
+    before.output([known[node] for node in (*results, *used)])
+    known = {node: after.placeholder(f"value_{n}") for n, node in enumerate(used)}
+    known |= {node: after.placeholder(f"factor_{n}") for n, node in enumerate(factors)}
+    _copy(second, after, known)
+    # a sum that no factor changes, as of a parameter that is not used: the caller may write into what it gets
+    after.output([after.call_function(_ATEN.clone.default, (known[n],)) if n in first else known[n] for n in sums])
+    return _module(graph, before), _module(graph, after)
+
+
+def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> None:
+    for node in nodes:
+        same = node.target in _SAME
+        known[node] = known[node.args[0]] if same else graph.node_copy(node, known.__getitem__)  # type: ignore[index]
+
+
+def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A function of its inputs, without operations whose results nobody uses."""
+    graph.eliminate_dead_code()
+    _refuse_effects(graph)
+    for node in graph.nodes:
+        node.meta.clear()  # descriptions of each result
+    return fx.GraphModule(root, graph)
+
+
+def _refuse_effects(graph: fx.Graph) -> None:
+    """Raise where an operation writes into an input or a constant, or is none of torch's."""
+    outer = set[fx.Node]()  # inputs and constants, and views of them
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            outer.add(node)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            outer |= {node} & {node for source in node.all_input_nodes if source in outer}
+        elif node.op == "call_function":
+            if not isinstance(node.target, OpOverload):
+                raise CannotRecord(f"it calls {node.target}, which is no operation of torch")
+            _refuse_write(node, node.target, outer)
+
+
+def _refuse_write(node: fx.Node, operation: OpOverload, outer: set[fx.Node]) -> None:
+    """Raise if an operation writes into one of these, or note its result as a view of them."""
+    given = zip(operation._schema.arguments, node.args, strict=False)
+    for argument, value in (*given, *((each, node.kwargs.get(each.name)) for each in operation._schema.arguments)):
+        own = [each for each in pytree.tree_leaves(value) if isinstance(each, fx.Node) and each in outer]
+        if own and argument.alias_info is not None:
+            if argument.alias_info.is_write:
+                raise CannotRecord(f"it writes into its batch, a parameter or a constant ({operation})")
+            outer.add(node)
+
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """True if the tensors of two structures are equal; NaN is equal to NaN."""
+    left, right = ([leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in (one, other))
+    if [(a.shape, a.dtype) for a in left] != [(b.shape, b.dtype) for b in right]:
+        return False
+    return all(bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,249 @@
+"""The engine `captured`: records the operations of a pass over rows of a shape once, and replays them.
+
+May import: its folder, batches, rng and below. Privacy depends on it: yes.
+
+In a small step the Python between two operations takes longer than they do. A recording has no Python between them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpfunc._utils.memory import refuse_out_of_memory
+from dpfunc._utils.processes import in_lockstep
+from dpfunc.batches import batch_size
+from dpfunc.engines._draws import torch_generators
+from dpfunc.engines._levels import Stop
+from dpfunc.engines._numerics import is_exact
+from dpfunc.engines._per_sample import PerSample
+from dpfunc.engines._recording import CannotRecord, Norms, Recording, factors_of, record, same_numbers
+from dpfunc.engines._row_pass import ORDINARY
+from dpfunc.engines.prepare import PreparedLoss
+from dpfunc.engines.vmap_grad import Decision, VmapGrad
+from dpfunc.errors import DPFuncError, UnsupportedModel
+from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
+
+_log = logging.getLogger("dpfunc")
+
+COMPARED = 2  # passes over other rows with which a recording is compared before it is used
+CHECKED = 100  # of so many later passes one is compared
+MOST_SHAPES = 8  # recordings of one loss
+
+
+@dataclass
+class _Shape:
+    """What is known of rows of one shape: a memo, which changes no result.
+
+    Args:
+        uses: passes over such rows. recording: of the second of them. why_not: why there is none.
+    """
+
+    uses: int = 0
+    recording: Recording | None = None
+    why_not: str = ""
+
+    @property
+    def replays(self) -> bool:
+        """True if this use takes what is recorded, without an ordinary pass to compare it with."""
+        return self.recording is not None and self.uses > 1 + COMPARED and self.uses % CHECKED > 0
+
+    @property
+    def note(self) -> str:
+        """What becomes of such rows, in words; empty while that is not known."""
+        if self.why_not:
+            return f"not recorded, since {self.why_not}"
+        return f"{self.recording.operations} recorded operations are replayed" if self.recording else ""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Gradients of a recorded pass. Where their mark is set, an ordinary pass takes its place; see `PerSample`."""
+
+    recording: Recording
+    found: Norms
+    ordinary: Callable[[], PerSampleGrads]
+    late: bool = False
+    needs_audit: ClassVar[bool] = True
+    repeatable: ClassVar[bool] = True
+
+    @property
+    def losses_B(self) -> Tensor:
+        return self.found.losses_B
+
+    @property
+    def aux(self) -> Any:
+        return self.found.aux
+
+    def unmarked(self) -> "Replayed":
+        """The same as if the mark were not set."""
+        return replace(self, late=True)
+
+    @cached_property
+    def is_marked(self) -> bool:
+        """Read the mark: True if some number needs the careful computation."""
+        return bool(self.found.mark)
+
+    @cached_property
+    def _careful(self) -> PerSampleGrads | None:
+        return self.ordinary() if not self.late and self.is_marked else None
+
+    def sq_norms(self) -> dict[str, Tensor]:
+        return self.found.sq_norms if self._careful is None else self._careful.sq_norms()
+
+    def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        careful = self._careful
+        return self.recording.sums(self.found, factors) if careful is None else careful.weighted_sum(factors)
+
+
+@dataclass(frozen=True)
+class CapturedGrad:
+    """Engine that `captured` returns."""
+
+    inner: VmapGrad = field(default_factory=VmapGrad, repr=False, compare=False)
+    _known: MutableMapping[LossFn, dict[object, _Shape]] = field(
+        default_factory=WeakIdKeyDictionary, repr=False, compare=False
+    )
+    _last: MutableMapping[LossFn, _Shape] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    fixed_rows: ClassVar[bool] = True
+
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:
+        """Prepare the loss for rows of this shape, or return what was prepared before."""
+        return self.inner.prepare(loss_fn, params, batch)
+
+    def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSampleGrads:
+        """Gradients of all rows."""
+        return self.rows(loss_fn, params, batch, range(batch_size(batch)))
+
+    def decision(self, loss_fn: LossFn) -> Decision | None:
+        """Decision of `auto` about the last microbatch, and whether it was replayed; None before the first."""
+        found, shape = self.inner.decision(loss_fn), self._last.get(loss_fn)
+        return replace(found, reason=f"{found.reason}; {shape.note}") if found and shape and shape.note else found
+
+    def rows(self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSampleGrads:
+        """Gradients of rows at these positions of a batch: replayed, or those of `auto`."""
+        ordinary = partial(self.inner.rows, loss_fn, params, batch, positions)
+        if not positions:
+            return ordinary()
+        leaves, structure = pytree.tree_flatten(batch)
+        given = (*params.values(), *leaves)
+        how = in_lockstep(), is_exact(given[0].device), torch.get_default_dtype()
+        of_loss = self._known.setdefault(loss_fn, {})
+        shape = of_loss.setdefault((tuple(params), structure, *how, *map(_layout, given)), _Shape())
+        shape.uses += 1
+        self._last[loss_fn] = shape
+        inputs = [value.detach() for value in given]
+        if shape.recording is not None and shape.replays:
+            try:
+                return Replayed(shape.recording, shape.recording.norms(inputs), ordinary)
+            except ORDINARY as error:  # the ordinary pass says what is wrong with this batch
+                refuse_out_of_memory(error)
+                return ordinary()
+        before = [generator.get_state() for generator in torch_generators()]
+        found = ordinary()
+        if shape.why_not:
+            return found
+        if shape.uses == 1:
+            same = all(torch.equal(own.get_state(), state) for own, state in zip(torch_generators(), before, strict=True))
+            shape.why_not = self._why_not(loss_fn, given, drawn=not same, shapes=len(of_loss), how=how)
+        elif isinstance(found, PerSample):
+            own = lambda tensors: dict(zip(params, tensors, strict=False))
+            compute = lambda tensors: self.inner.rows(
+                loss_fn, own(tensors), pytree.tree_unflatten(tensors[len(params) :], structure), positions
+            )
+            self._compare(shape, compute, inputs, found)
+        if shape.why_not or shape.uses == 1 + COMPARED:
+            _log.log(logging.WARNING if shape.why_not else logging.INFO, "engine captured: %s", shape.note)
+        return found
+
+    def _why_not(
+        self, loss_fn: LossFn, given: Sequence[Tensor], *, drawn: bool, shapes: int, how: tuple[bool, bool, object]
+    ) -> str:
+        """Why a pass cannot be recorded, as far as the first one shows; empty if it may be tried."""
+        decision = self.inner.decision(loss_fn)
+        lockstep, is_exact_now, _ = how
+        plain = all(type(value) in (Tensor, torch.nn.Parameter) for value in given)
+        reasons = {
+            "processes go in lockstep": lockstep,
+            "products are shortened (autocast, TF32, set_float32_matmul_precision)": not is_exact_now,
+            "its rows were not computed in one pass": decision is None or decision.engine != "one pass",
+            "functions run row by row": bool(decision and decision.by_row),
+            "the loss draws random numbers (dropout)": drawn,
+            "parameters or rows are tensors of a class of their own": not plain,
+            f"its rows have more than {MOST_SHAPES} shapes: set microbatch_size, and fill rows up to few lengths":
+                shapes > MOST_SHAPES,
+        }  # fmt: skip
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def _compare(
+        self, shape: _Shape, compute: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], found: PerSample
+    ) -> None:
+        """Record these rows if they are not yet, and compare what is recorded with their ordinary pass."""
+        used = shape.uses > 1 + COMPARED
+        try:
+            shape.recording = shape.recording or record(compute, inputs, found)
+            norms = shape.recording.norms(inputs)
+            factors = factors_of(norms.sq_norms)
+            same = same_numbers(
+                [norms.losses_B, norms.aux, norms.sq_norms, shape.recording.sums(norms, factors)],
+                [found.losses_B, found.aux, found.unmarked().sq_norms(), found.unmarked().weighted_sum(factors)],
+            )
+            shape.why_not = "" if same else "a pass over other rows gave other numbers"
+        except (CannotRecord, DPFuncError, Stop, *ORDINARY) as error:
+            refuse_out_of_memory(error)
+            shape.why_not = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
+        if shape.why_not:
+            shape.recording = None
+            if used:
+                raise UnsupportedModel(
+                    "The loss is another one than when its operations were recorded: something that it reads in Python "
+                    "has changed (a number, a flag, a tensor that was replaced), which a recording does not see. Use "
+                    f"engine='auto', and repeat the last {CHECKED} steps if they need the change. They are as private "
+                    "as they were said to be; nothing was released and nothing was spent in this one."
+                )
+
+
+def _layout(value: Any) -> object:
+    return (type(value), value.shape, value.stride(), value.dtype, value.device)
+
+
+def captured() -> CapturedGrad:
+    """`auto` whose operations are recorded once for rows of a shape, and replayed without the Python between them.
+
+    For small steps, where Python takes longer than the operations. The second pass over rows of a shape is recorded,
+    which takes some seconds; it and the next one are compared with the recording, which has to give the same numbers,
+    bit for bit, for losses, norms and sums. One in 100 later passes is compared, too.
+
+    A recording does what the operations did, on the numbers of new parameters and rows. **Python does not run**: hooks,
+    counters and messages of the loss happen in the passes that are compared only, and a number of Python that changes
+    between steps, such as a coefficient by schedule, stays as it was until a pass is compared, which then ends the run
+    with an error. Gradients are per-sample gradients of the recorded loss, clipped as any others: the guarantee holds.
+
+    Not recorded, and computed by `auto`: losses that draw random numbers (dropout), write into their batch, or whose
+    rows do not go through one pass; products in fewer digits (autocast); more than 8 shapes of rows. Rows of padding
+    fill the last microbatch up to `microbatch_size`, which has to be set where the size of batches is random.
+    `decision(loss_fn)` says what became of the last microbatch.
+
+    Returns:
+        An engine as `auto`, with its errors and guarantees. Unreleased.
+
+    Raises:
+        UnsupportedModel: as `auto`, and a recording that is not what the loss computes any more.
+
+    Guarantees:
+        those of `auto`; equals `auto` bit for bit (tests/engines/test_captured.py).
+
+    >>> loss_fn = lambda params, batch: (params["w"] * batch).sum(1)
+    >>> params, engine = {"w": torch.ones(2)}, captured()
+    >>> for step in range(4):
+    ...     norms = engine(loss_fn, params, torch.tensor([[3.0, 4.0], [0.0, step]])).sq_norms()["w"]
+    >>> norms
+    tensor([25.,  9.])
+    """
+    return CapturedGrad()
