@@ -35,7 +35,8 @@ from dpfunc.distributed._object_collectives import together
 from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.ranks import Ranks, check_ranks
 from dpfunc.engines._guards.several_rows import look_at_rows, warn_of_unused
-from dpfunc.engines.vmap_grad import Decision, engine_of
+from dpfunc.engines.by_name import engine_of
+from dpfunc.engines.vmap_grad import Decision
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
 from dpfunc.noise.gaussian import with_noise
@@ -301,7 +302,8 @@ def make_dp_step(
         loss_fn: `(params, batch) -> (B,)`, one loss a row; rows do not influence each other.
         plan: everything that decides privacy.
         engine: `"auto"` (vmap(grad(loss)) with rules, see `engines.auto`), `"vmap"` (the same without), `"ghost"`
-            (norms first, sums in a second pass: least memory), `"loop"` (each row alone), or an engine. This and the
+            (norms first, sums in a second pass: least memory), `"loop"` (each row alone), `"captured"` (operations of
+            `"auto"` recorded and replayed: small steps on a CPU, see `engines.captured`), or an engine. This and the
             next argument change speed and memory, never the result.
         microbatch_size: samples differentiated at once; `"auto"` chooses by memory.
         reduction: `"mean"` divides by the expected batch size, `"sum"` does not.

@@ -15,7 +15,7 @@ from dpfunc import clipping
 from dpfunc.batches import check_finite
 from dpfunc.clipped import clipped_grad, make_clipped_grad
 from dpfunc.clipping.rules import SLACK, group_bounds, partition
-from dpfunc.engines.vmap_grad import ENGINES, engine_of
+from dpfunc.engines.by_name import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 
 every_rule = pytest.mark.parametrize("rule_name", RULES)

@@ -411,7 +411,7 @@ BAD_MAKES = {
     "plan": ({"plan": "plan"}, "Expected plan to be a dpfunc.Plan"),
     "engine": (
         {"engine": "bookkeeping"},
-        "Expected engine to be one of 'auto', 'ghost', 'vmap', 'loop', got engine='bookkeeping'",
+        "Expected engine to be one of 'auto', 'ghost', 'vmap', 'loop', 'captured', got engine='bookkeeping'",
     ),
     "ranks": ({"ranks": 2}, "Expected ranks made by dpfunc.distributed.data_parallel"),
     "microbatch_size": ({"microbatch_size": 0}, "Expected an integer microbatch_size >= 1, got microbatch_size=0"),

@@ -12,6 +12,7 @@ from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
 from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
+from dpfunc.engines.capture import CapturedGrad
 from dpfunc.engines.loop import Loop
 from dpfunc.engines.vmap_grad import VmapGrad
 from dpfunc.errors import LedgerConflict
@@ -20,7 +21,7 @@ from dpfunc.rng import fingerprint
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
 from dpfunc.step import DPStep
 
-_ENGINES: dict[type, str] = {VmapGrad: known.ROWS[0], Loop: known.ROWS[1]}
+_ENGINES: dict[type, str] = {VmapGrad: known.ROWS[0], CapturedGrad: known.ROWS[0], Loop: known.ROWS[1]}
 _MECHANISMS = dict(zip(("uniform", "optimal"), known.MECHANISMS, strict=True))
 
 

@@ -3,7 +3,7 @@
 May import: its folder, batches, rng and below. Privacy depends on it: no.
 """
 
-from dpfunc.engines.captured import captured
+from dpfunc.engines.capture import captured
 from dpfunc.engines.check import SelfCheck, self_check
 from dpfunc.engines.explain import explain
 from dpfunc.engines.loop import loop

@@ -10,6 +10,7 @@ generators: those of a row alone are in states of that row, and rows that are co
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class OwnDraws:
     @contextmanager
     def of_row(self) -> Iterator[None]:
         """Context in which torch's generators have the state of one row, for operations without a form here."""
-        generators = torch_generators()
+        generators = _generators()
         before = [generator.get_state() for generator in generators]
         try:
             for generator in generators[1:]:
@@ -97,7 +98,7 @@ def _seeded(data: bytes, position: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def torch_generators() -> list[torch.Generator]:
+def _generators() -> list[torch.Generator]:
     """torch's generators, that of the CPU first."""
     return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
@@ -146,6 +147,19 @@ def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     return found.requires_grad_() if kwargs.get("requires_grad") else found
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The draw of dropout: ones where a number is kept, zeros where it is dropped. No number of the row decides it."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    share: float
+
+    def __call__(self, row: int) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).bernoulli_(self.share)
+
+
 def _dropout(
     own: Draw, input: Tensor, p: float, *, feature: bool = False, alpha: bool = False, inplace: bool = False
 ) -> Tensor:
@@ -156,11 +170,7 @@ def _dropout(
     if p == 1:
         return multiply(torch.zeros_like(input))
     shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if feature else input.shape
-
-    def draw(row: int) -> Tensor:
-        return torch.empty(shape, dtype=input.dtype, device=input.device).bernoulli_(1 - p)
-
-    kept = own(draw, input.device)
+    kept = own(Kept(shape, input.dtype, input.device, 1 - p), input.device)
     if not alpha:
         return multiply(kept / (1 - p))
     a = 1.0 / ((_SELU_ALPHA**2 * p + 1) * (1 - p)) ** 0.5

@@ -2,30 +2,50 @@
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
-A recording has the constants of the loss, such as frozen weights, as the same tensors, and what Python computed as it
-was. It is kept only if it can do nothing but return numbers.
+A recording has the constants of the loss, such as frozen weights, as the same tensors, what Python computed as it was,
+and draws of dropout as inputs. It is kept only if it can do nothing but return numbers.
 """
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils import _pytree as pytree
 
+from dpfunc.engines._draws import Kept, OwnDraws
+from dpfunc.engines._levels import Stop
 from dpfunc.engines._per_sample import PerSample
 
 _ATEN = torch.ops.aten
+_VIEW = _ATEN.view.default
 # Operations that return their input, and the copy of a batch that is made when it is written into, which is refused.
 _SAME = frozenset((_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN._lazy_clone.default))
 
 
-class CannotRecord(Exception):
+class CannotRecord(Stop):
     """These operations cannot be replayed."""
+
+
+class _NotedDraws(OwnDraws):
+    """Draws of a pass that is recorded, which are inputs of the recording."""
+
+    def __init__(self, noted: list[tuple[Kept, Tensor]], positions: Sequence[int], seed: Tensor) -> None:
+        super().__init__(positions, seed)
+        self._noted = noted
+
+    def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
+        if not isinstance(draw, Kept):
+            raise CannotRecord("it draws random numbers, other than for dropout")
+        with disable_proxy_modes_tracing():
+            values_B = super().of_each(draw, device)
+        self._noted.append((draw, values_B))
+        return values_B
 
 
 class Norms(NamedTuple):
@@ -43,21 +63,24 @@ class Recording:
     """The operations of one pass over rows of a shape: those up to the norms, and those of the sums.
 
     Args:
-        before, after: the two parts. names: parameters, in order. aux: structure of the aux of the loss. dtype: of the
-            factors. operations: number of all of them.
+        before, after: the two parts. names: parameters, in order. draws: random numbers of a row, in order. aux:
+            structure of the aux of the loss. dtype: of the factors. operations: number of all of them.
     """
 
     before: fx.GraphModule
     after: fx.GraphModule
     names: tuple[str, ...]
+    draws: tuple[Kept, ...]
     aux: Any
     dtype: torch.dtype
     operations: int
 
-    def norms(self, inputs: Sequence[Tensor]) -> Norms:
-        """Replay the pass on other parameters and rows of the same shapes."""
+    def norms(self, inputs: Sequence[Tensor], positions: Sequence[int]) -> Norms:
+        """Replay the pass on parameters and rows of the same shapes, which draw as at these positions."""
+        own = OwnDraws(positions, torch.default_generator.get_state())
         with torch.no_grad():
-            losses_B, mark, *others = self.before(*inputs)
+            drawn = [own.of_each(draw, draw.device) for draw in self.draws]
+            losses_B, mark, *others = self.before(*inputs, *drawn)
         count = len(self.names)
         squares, rest = dict(zip(self.names, others[:count], strict=True)), others[count:]
         size = 0 if self.aux is None else self.aux.num_leaves
@@ -79,8 +102,11 @@ def factors_of(sq_norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def record(compute: Callable[[Sequence[Tensor]], PerSample], inputs: Sequence[Tensor], like: PerSample) -> Recording:
-    """Record `compute(inputs)`, which gives gradients as `like`, with their norms and sums.
+def record(
+    compute: Callable[[Sequence[Tensor], Callable[[Sequence[int], Tensor], OwnDraws]], object],
+    inputs: Sequence[Tensor], like: PerSample,
+) -> Recording:  # fmt: skip
+    """Record `compute(inputs, draws)`, which gives gradients as `like`, with their norms and sums.
 
     Raises:
         CannotRecord: the operations do more than to return numbers of their inputs.
@@ -88,24 +114,26 @@ def record(compute: Callable[[Sequence[Tensor]], PerSample], inputs: Sequence[Te
     factors = factors_of(like.unmarked().sq_norms())
     names, dtype = tuple(factors), next(iter(factors.values())).dtype
     aux_spec = None if like.aux is None else pytree.tree_flatten(like.aux)[1]
+    noted: list[tuple[Kept, Tensor]] = []
 
     def whole(*tensors: Tensor) -> list[Tensor]:
-        given, own = tensors[: len(inputs)], tensors[len(inputs) :]
-        found = compute(given)
+        found = compute(tensors[: len(inputs)], partial(_NotedDraws, noted))
         if not isinstance(found, PerSample):
             raise CannotRecord("its rows were not computed in one pass")
-        found = replace(found, late=True)
+        found = found.unmarked()
         aux = () if aux_spec is None else pytree.tree_leaves(found.aux)
         results = [found.losses_B, found.mark, *found.sq_norms().values(), *aux]
-        return [*results, *found.weighted_sum(dict(zip(names, own, strict=True))).values()]
+        return [*results, *found.weighted_sum(dict(zip(names, tensors[len(inputs) :], strict=True))).values()]
 
-    graph = make_fx(whole)(*inputs, *(factor.to(dtype) for factor in factors.values()))
-    before, after = _parts(graph, len(inputs), len(names))
+    graph = make_fx(whole)(*inputs, *factors.values())
+    before, after = _parts(graph, len(inputs), len(names), [values_B for _, values_B in noted])
     operations = sum(node.op == "call_function" for part in (before, after) for node in part.graph.nodes)
-    return Recording(before, after, names, aux_spec, dtype, operations)
+    return Recording(before, after, names, tuple(draw for draw, _ in noted), aux_spec, dtype, operations)
 
 
-def _parts(graph: fx.GraphModule, num_inputs: int, num_params: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _parts(
+    graph: fx.GraphModule, num_inputs: int, num_params: int, drawn: Sequence[Tensor]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The operations before the first that takes a factor, and those from there on, in the order of the recording."""
     *nodes, output = graph.graph.nodes
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -117,6 +145,9 @@ def _parts(graph: fx.GraphModule, num_inputs: int, num_params: int) -> tuple[fx.
     used = dict.fromkeys(node for late in (*second, *sums) for node in (late, *late.all_input_nodes) if node in first)
     before, after = fx.Graph(), fx.Graph()
     known = {node: before.node_copy(node) for node in inputs}
+    for n, values_B in enumerate(drawn):  # which is a constant of what was recorded
+        own = before.placeholder(f"draw_{n}")
+        known |= {node: own for node in body if node.op == "get_attr" and getattr(graph, str(node.target)) is values_B}
     _copy(body[:start], before, known)
     before.output([known[node] for node in (*results, *used)])
     known = {node: after.placeholder(f"value_{n}") for n, node in enumerate(used)}
@@ -128,9 +159,15 @@ def _parts(graph: fx.GraphModule, num_inputs: int, num_params: int) -> tuple[fx.
 
 
 def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> None:
+    """Copy operations in their order; a view of a view is one of what that is a view of."""
     for node in nodes:
-        same = node.target in _SAME
-        known[node] = known[node.args[0]] if same else graph.node_copy(node, known.__getitem__)  # type: ignore[index]
+        source = node.args[0] if node.args else None
+        if node.target in _SAME:
+            known[node] = known[source]  # type: ignore[index]  # a node
+        elif node not in known:
+            known[node] = copy = graph.node_copy(node, known.__getitem__)
+            if node.target is _VIEW and known[source].target is _VIEW:  # type: ignore[index]  # a node
+                copy.args = (known[source].args[0], *copy.args[1:])  # type: ignore[index]  # a node
 
 
 def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

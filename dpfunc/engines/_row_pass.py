@@ -116,13 +116,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows for one pass, and their positions in the batch."""
+    """Rows for one pass, their positions in the batch, and how they draw."""
 
     loss_fn: LossFn
     params: Params
     batch: Batch
     positions: Sequence[int]
     source: SwappedParameters | None = None
+    draws: Callable[[Sequence[int], Tensor], OwnDraws] = OwnDraws
 
     @property
     def are_split(self) -> bool:
@@ -217,7 +218,7 @@ class _RowPass(Pass):
 
     @cached_property
     def _draws(self) -> OwnDraws:
-        return OwnDraws(self._rows.positions, self._seed)
+        return self._rows.draws(self._rows.positions, self._seed)
 
     def returned(self, losses_1: Any, aux: Any) -> None:
         """Check what the loss has returned; the backward pass begins."""

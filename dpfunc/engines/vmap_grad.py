@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, on_any_process
-from dpfunc._utils.validation import one_of
 from dpfunc.batches import Memo, batch_size
+from dpfunc.engines._draws import OwnDraws
 from dpfunc.engines._ghost import Ghost, Measured, SwappedParameters, Weighted, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
@@ -28,10 +28,10 @@ from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import Rows, Settings, first_settings_that_work, run_pass
 from dpfunc.engines.check import warn_without_rules
-from dpfunc.engines.loop import loop, rows_alone
+from dpfunc.engines.loop import rows_alone
 from dpfunc.engines.prepare import PreparedLoss, prepare
 from dpfunc.errors import DPFuncError, UnsupportedModel
-from dpfunc.types import Batch, Engine, LossFn, Params
+from dpfunc.types import Batch, LossFn, Params
 
 _log = logging.getLogger("dpfunc")
 
@@ -167,6 +167,7 @@ class VmapGrad:
     two_passes: bool = False
     source: SwappedParameters | None = field(default=None, repr=False)
     on_pass: Callable[[PassResult], None] | None = field(default=None, repr=False, compare=False)
+    draws: Callable[[Sequence[int], Tensor], OwnDraws] = field(default=OwnDraws, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
     _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
     _marked: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
@@ -189,7 +190,7 @@ class VmapGrad:
         refuse_kept(loss_fn)
         prepared = self.prepare(loss_fn, params, batch)
         calls = _Calls(loss_fn, torch.default_generator.get_state(), prepared, prepared.reads)
-        every, ended = Rows(loss_fn, params, batch, positions, self.source), False
+        every, ended = Rows(loss_fn, params, batch, positions, self.source, self.draws), False
         try:
             with parameters_unchanged(params):
                 parts, read = self._parts(every, calls)
@@ -422,19 +423,3 @@ def ghost() -> VmapGrad:
     tensor([25.,  1.])
     """
     return VmapGrad(two_passes=True)
-
-
-ENGINES: dict[str, Callable[[], Engine]] = {"auto": auto, "ghost": ghost, "vmap": vmap, "loop": loop}
-
-
-def engine_of(engine: str | Engine) -> Engine:
-    """The engine with this name, or the engine itself.
-
-    >>> engine_of("rows")
-    Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected engine to be one of 'auto', 'ghost', 'vmap', 'loop', got engine='rows'.
-    """
-    if not isinstance(engine, str):
-        return engine
-    one_of("engine", engine, ENGINES)
-    return ENGINES[engine]()

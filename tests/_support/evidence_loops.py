@@ -15,7 +15,7 @@ import torch
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
-from dpfunc.engines.vmap_grad import engine_of
+from dpfunc.engines.by_name import engine_of
 from dpfunc.evidence import Canaries, audit
 from dpfunc.noise import Gaussian, Mechanism, Turn
 

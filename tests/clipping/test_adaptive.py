@@ -20,7 +20,7 @@ from dpfunc.accounting.record import CLIPS
 from dpfunc.checkpoint._format import state_from_dict, state_to_dict
 from dpfunc.clipped import RULE_LEAF, make_clipped_grad
 from dpfunc.clipping import Adaptive, Statistic, Telemetry, count_share
-from dpfunc.engines.vmap_grad import ENGINES, engine_of
+from dpfunc.engines.by_name import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import replay as replay_neighbours
 from dpfunc.rng import fold_in, insecure_key

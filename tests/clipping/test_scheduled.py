@@ -11,7 +11,7 @@ from cases import GROUPINGS, as_batch, flat, linear_loss, params, random_rows
 import dpfunc
 from dpfunc import checkpoint, clipping, sampling
 from dpfunc.clipping import Scheduled
-from dpfunc.engines.vmap_grad import ENGINES
+from dpfunc.engines.by_name import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.state import allow_repeat

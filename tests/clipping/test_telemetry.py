@@ -21,7 +21,7 @@ from dpfunc.checkpoint._format import plan_difference, plan_to_dict
 from dpfunc.clipped import RULE_LEAF, make_clipped_grad
 from dpfunc.clipping import Statistic, Telemetry
 from dpfunc.clipping.telemetry import LEAF as _LEAF
-from dpfunc.engines.vmap_grad import ENGINES, engine_of
+from dpfunc.engines.by_name import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument, StateReused
 from dpfunc.evidence import replay as replay_neighbours
 from dpfunc.state import allow_repeat

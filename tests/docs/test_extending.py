@@ -49,7 +49,7 @@ from dpfunc.clipping.rules import SLACK
 from dpfunc.engines import _rules as rule_tables
 from dpfunc.engines import register, register_rule
 from dpfunc.engines._rules import RULES
-from dpfunc.engines.vmap_grad import ENGINES
+from dpfunc.engines.by_name import ENGINES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.types import Schedule

@@ -19,8 +19,8 @@ from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import microbatches
 from dpfunc.engines._row_pass import Settings
+from dpfunc.engines.by_name import ENGINES
 from dpfunc.engines.prepare import PreparedLoss
-from dpfunc.engines.vmap_grad import ENGINES
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key
 from dpfunc.state import allow_repeat

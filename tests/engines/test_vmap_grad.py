@@ -19,7 +19,8 @@ from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import auto, vmap_grad
 from dpfunc.engines._row_pass import run_pass
-from dpfunc.engines.vmap_grad import ENGINES, Decision
+from dpfunc.engines.by_name import ENGINES
+from dpfunc.engines.vmap_grad import Decision
 from dpfunc.errors import UnsupportedModel
 from dpfunc.plan import Plan
 from dpfunc.rng import insecure_key, torch_seed

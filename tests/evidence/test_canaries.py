@@ -18,7 +18,7 @@ def loss_fn(params, x):
 @pytest.mark.parametrize("engine", ["auto", "vmap", "ghost", "loop"])
 def test_what_a_canary_adds(engine):
     """The clip norm at its coordinate if it is in, and nothing if it is out."""
-    from dpfunc.engines.vmap_grad import engine_of
+    from dpfunc.engines.by_name import engine_of
 
     canaries = Canaries.draw(PARAMS, 12, dpfunc.rng.insecure_key(3))
     records = canaries.extend(torch.randn(3, 4))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.distributed.ranks import Ranks
-from dpfunc.engines.vmap_grad import ENGINES, engine_of
+from dpfunc.engines.by_name import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import insecure_key
 from dpfunc.sampling import mean_over_views

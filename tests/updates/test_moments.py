@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dpfunc
 from dpfunc import clipping, sampling
-from dpfunc.engines.vmap_grad import ENGINES, engine_of
+from dpfunc.engines.by_name import ENGINES, engine_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.updates import JointMoments
 

@@ -24,7 +24,7 @@ from dpfunc._utils.validation import (
 from dpfunc.accounting import Ledger, affordable_steps, calibrate
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Adaptive, Automatic, Flat, Statistic, Telemetry
-from dpfunc.engines.vmap_grad import ENGINES
+from dpfunc.engines.by_name import ENGINES
 from dpfunc.errors import InvalidArgument, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES
@@ -109,7 +109,7 @@ class PrivacyArguments:
         "Clip to a ball (flat), to one whose bound follows the median norm (adaptive), or normalise every gradient "
         "(automatic); flat where a norm is given.",
     )
-    dp_engine: str = _option("auto", "How per-sample gradients are found: auto, ghost, vmap, loop.")
+    dp_engine: str = _option("auto", "How per-sample gradients are found: auto, ghost, vmap, loop, captured.")
     dp_accountant: Literal["auto", "tilted", "prv", "rdp"] = _option("auto", "How epsilon is found.")
     dp_adjacency: Literal["add_remove", "zero_out", "replace_one"] | None = _option(None, "What neighbours are.")
     dp_dry_run: bool = _option(False, "Show the plan and train nothing.")

@@ -234,7 +234,7 @@ PROGRAMS = """
 import torch
 from torch import func
 
-from dpfunc.engines.vmap_grad import engine_of
+from dpfunc.engines.by_name import engine_of
 from dpfunc.errors import UnsupportedModel
 from tests.reference import loop_gradients
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep
 from dpfunc.batches import batch_size
-from dpfunc.engines._draws import torch_generators
 from dpfunc.engines._levels import Stop
 from dpfunc.engines._numerics import is_exact
 from dpfunc.engines._per_sample import PerSample
@@ -28,6 +28,7 @@ from dpfunc.engines._row_pass import ORDINARY
 from dpfunc.engines.prepare import PreparedLoss
 from dpfunc.engines.vmap_grad import Decision, VmapGrad
 from dpfunc.errors import DPFuncError, UnsupportedModel
+from dpfunc.rng import with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
@@ -128,7 +129,9 @@ class CapturedGrad:
 
     def rows(self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSampleGrads:
         """Gradients of rows at these positions of a batch: replayed, or those of `auto`."""
-        ordinary = partial(self.inner.rows, loss_fn, params, batch, positions)
+        read: list[object] = []
+        engine = replace(self.inner, on_pass=lambda result: read.append(result.reads))
+        ordinary = partial(engine.rows, loss_fn, params, batch, positions)
         if not positions:
             return ordinary()
         leaves, structure = pytree.tree_flatten(batch)
@@ -138,63 +141,72 @@ class CapturedGrad:
         shape = of_loss.setdefault((tuple(params), structure, *how, *map(_layout, given)), _Shape())
         shape.uses += 1
         self._last[loss_fn] = shape
-        inputs = [value.detach() for value in given]
+        inputs, state = [value.detach() for value in given], torch.default_generator.get_state()
         if shape.recording is not None and shape.replays:
             try:
-                return Replayed(shape.recording, shape.recording.norms(inputs), ordinary)
-            except ORDINARY as error:  # the ordinary pass says what is wrong with this batch
+                found = shape.recording.norms(inputs, positions)
+            except ORDINARY as error:  # an ordinary pass says what is wrong with this batch
                 refuse_out_of_memory(error)
+                torch.default_generator.set_state(state)
                 return ordinary()
-        before = [generator.get_state() for generator in torch_generators()]
-        found = ordinary()
+            return Replayed(shape.recording, found, partial(_from_state, state, ordinary))
+        per_sample = ordinary()
         if shape.why_not:
-            return found
+            return per_sample
         if shape.uses == 1:
-            same = all(torch.equal(own.get_state(), state) for own, state in zip(torch_generators(), before, strict=True))
-            shape.why_not = self._why_not(loss_fn, given, drawn=not same, shapes=len(of_loss), how=how)
-        elif isinstance(found, PerSample):
-            own = lambda tensors: dict(zip(params, tensors, strict=False))
-            compute = lambda tensors: self.inner.rows(
-                loss_fn, own(tensors), pytree.tree_unflatten(tensors[len(params) :], structure), positions
-            )
-            self._compare(shape, compute, inputs, found)
+            shape.why_not = self._why_not(loss_fn, given, how, any(read), len(of_loss))
+        elif isinstance(per_sample, PerSample):
+
+            def compute(tensors: Sequence[Tensor], draws: Any) -> object:
+                own, rows = dict(zip(params, tensors, strict=False)), tensors[len(params) :]
+                engine = replace(self.inner, draws=draws)
+                found = engine.rows(loss_fn, own, pytree.tree_unflatten(rows, structure), positions)
+                decision = engine.decision(loss_fn)
+                if decision is None or decision.engine != "one pass":  # as where it writes in place
+                    raise CannotRecord(f"torch cannot record its pass ({decision and decision.reason})")
+                return found
+
+            with with_generator_state(state):
+                self._compare(shape, compute, inputs, per_sample, positions)
         if shape.why_not or shape.uses == 1 + COMPARED:
             _log.log(logging.WARNING if shape.why_not else logging.INFO, "engine captured: %s", shape.note)
-        return found
+        return per_sample
 
     def _why_not(
-        self, loss_fn: LossFn, given: Sequence[Tensor], *, drawn: bool, shapes: int, how: tuple[bool, bool, object]
+        self, loss_fn: LossFn, given: Sequence[Tensor], how: tuple[bool, bool, torch.dtype], reads: bool, shapes: int
     ) -> str:
         """Why a pass cannot be recorded, as far as the first one shows; empty if it may be tried."""
         decision = self.inner.decision(loss_fn)
-        lockstep, is_exact_now, _ = how
-        plain = all(type(value) in (Tensor, torch.nn.Parameter) for value in given)
+        lockstep, exactly, _ = how
         reasons = {
             "processes go in lockstep": lockstep,
-            "products are shortened (autocast, TF32, set_float32_matmul_precision)": not is_exact_now,
+            "it is no CPU, or products are shortened (autocast, set_float32_matmul_precision)": not exactly,
             "its rows were not computed in one pass": decision is None or decision.engine != "one pass",
+            "Python reads numbers of rows": reads,
             "functions run row by row": bool(decision and decision.by_row),
-            "the loss draws random numbers (dropout)": drawn,
-            "parameters or rows are tensors of a class of their own": not plain,
-            f"its rows have more than {MOST_SHAPES} shapes: set microbatch_size, and fill rows up to few lengths":
+            "parameters or rows are of a class of their own": not {Tensor, Parameter}.issuperset(map(type, given)),
+            f"there are more than {MOST_SHAPES} shapes of rows: set microbatch_size, and fill rows up to few lengths":
                 shapes > MOST_SHAPES,
         }  # fmt: skip
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     def _compare(
-        self, shape: _Shape, compute: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], found: PerSample
-    ) -> None:
+        self, shape: _Shape, compute: Callable[..., object], inputs: Sequence[Tensor], found: PerSample,
+        positions: Sequence[int],
+    ) -> None:  # fmt: skip
         """Record these rows if they are not yet, and compare what is recorded with their ordinary pass."""
         used = shape.uses > 1 + COMPARED
         try:
+            state = torch.default_generator.get_state()
             shape.recording = shape.recording or record(compute, inputs, found)
-            norms = shape.recording.norms(inputs)
+            torch.default_generator.set_state(state)
+            norms = shape.recording.norms(inputs, positions)
             factors = factors_of(norms.sq_norms)
             same = same_numbers(
                 [norms.losses_B, norms.aux, norms.sq_norms, shape.recording.sums(norms, factors)],
                 [found.losses_B, found.aux, found.unmarked().sq_norms(), found.unmarked().weighted_sum(factors)],
             )
-            shape.why_not = "" if same else "a pass over other rows gave other numbers"
+            shape.why_not = "" if same else "another pass gave other numbers"
         except (CannotRecord, DPFuncError, Stop, *ORDINARY) as error:
             refuse_out_of_memory(error)
             shape.why_not = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
@@ -213,6 +225,12 @@ def _layout(value: Any) -> object:
     return (type(value), value.shape, value.stride(), value.dtype, value.device)
 
 
+def _from_state(state: Tensor, compute: Callable[[], PerSampleGrads]) -> PerSampleGrads:
+    """Compute with random numbers from a state of torch's generator."""
+    with with_generator_state(state):
+        return compute()
+
+
 def captured() -> CapturedGrad:
     """`auto` whose operations are recorded once for rows of a shape, and replayed without the Python between them.
 
@@ -225,10 +243,10 @@ def captured() -> CapturedGrad:
     between steps, such as a coefficient by schedule, stays as it was until a pass is compared, which then ends the run
     with an error. Gradients are per-sample gradients of the recorded loss, clipped as any others: the guarantee holds.
 
-    Not recorded, and computed by `auto`: losses that draw random numbers (dropout), write into their batch, or whose
-    rows do not go through one pass; products in fewer digits (autocast); more than 8 shapes of rows. Rows of padding
-    fill the last microbatch up to `microbatch_size`, which has to be set where the size of batches is random.
-    `decision(loss_fn)` says what became of the last microbatch.
+    Not recorded, and computed by `auto`: losses that draw other random numbers than those of dropout, that write into
+    their batch, or whose rows do not go through one pass; products in fewer digits (autocast); devices other than a
+    CPU; more than 8 shapes of rows. Rows of padding fill the last microbatch up to `microbatch_size`, which has to be
+    set where the size of batches is random. `decision(loss_fn)` says what became of the last microbatch.
 
     Returns:
         An engine as `auto`, with its errors and guarantees. Unreleased.
