@@ -161,13 +161,13 @@ def _parts(
 def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> None:
     """Copy operations in their order; a view of a view is one of what that is a view of."""
     for node in nodes:
-        source = node.args[0] if node.args else None
-        if node.target in _SAME:
-            known[node] = known[source]  # type: ignore[index]  # a node
+        source = known[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
+        if source is not None and node.target in _SAME:
+            known[node] = source
+        elif source is not None and node.target is _VIEW and source.target is _VIEW:
+            known[node] = graph.call_function(_VIEW, (source.args[0], *node.args[1:]))
         elif node not in known:
-            known[node] = copy = graph.node_copy(node, known.__getitem__)
-            if node.target is _VIEW and known[source].target is _VIEW:  # type: ignore[index]  # a node
-                copy.args = (known[source].args[0], *copy.args[1:])  # type: ignore[index]  # a node
+            known[node] = graph.node_copy(node, known.__getitem__)
 
 
 def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

@@ -43,17 +43,14 @@ class _Shape:
     """What is known of rows of one shape: a memo, which changes no result.
 
     Args:
-        uses: passes over such rows. recording: of the second of them. why_not: why there is none.
+        why_not: why there is no recording; empty if there is one, or may be, None before the first pass.
+        compared: passes that were compared before the first replay. replayed: uses after that.
     """
 
-    uses: int = 0
+    why_not: str | None = None
     recording: Recording | None = None
-    why_not: str = ""
-
-    @property
-    def replays(self) -> bool:
-        """True if this use takes what is recorded, without an ordinary pass to compare it with."""
-        return self.recording is not None and self.uses > 1 + COMPARED and self.uses % CHECKED > 0
+    compared: int = 0
+    replayed: int = 0
 
     @property
     def note(self) -> str:
@@ -61,6 +58,61 @@ class _Shape:
         if self.why_not:
             return f"not recorded, since {self.why_not}"
         return f"{self.recording.operations} recorded operations are replayed" if self.recording else ""
+
+    def replays(self) -> Recording | None:
+        """The recording, if the next use is a replay; one in `CHECKED` is compared instead."""
+        if self.compared < COMPARED:
+            return None
+        self.replayed += 1
+        return self.recording if self.replayed % CHECKED else None
+
+    def decide(self, why_not: str) -> None:
+        """Decide that there is no recording, and why; or, if `why_not` is empty, that there may be one."""
+        self.why_not = why_not
+        if why_not:
+            self.recording = None
+            _log.warning("engine captured: %s", self.note)
+
+    def compare(
+        self, make: Callable[[], Recording], inputs: Sequence[Tensor], positions: Sequence[int], found: PerSample
+    ) -> None:
+        """Record, if that is not done, and compare what is recorded with an ordinary pass over these rows.
+
+        Raises:
+            UnsupportedModel: it was replayed before, and is not what the loss computes now.
+        """
+        why_not = self._difference(make, inputs, positions, found)
+        if why_not:
+            self.decide(why_not)
+        elif self.compared < COMPARED:
+            self.compared += 1
+            _log.info("engine captured: %s", self.note)
+        if why_not and self.replayed:
+            raise UnsupportedModel(
+                "The loss is another one than when its operations were recorded: something that it reads in Python has "
+                "changed (a number, a flag, a tensor that was replaced), which a recording does not see. Use "
+                f"engine='auto', and repeat the last {CHECKED} steps if they need the change. They are as private as "
+                "they were said to be; nothing was released and nothing was spent in this one."
+            )
+
+    def _difference(
+        self, make: Callable[[], Recording], inputs: Sequence[Tensor], positions: Sequence[int], found: PerSample
+    ) -> str:
+        """Why the recording cannot be used, as these rows show it; empty if they show nothing."""
+        state = torch.default_generator.get_state()
+        try:
+            self.recording = self.recording or make()
+            torch.default_generator.set_state(state)
+            norms, ordinary = self.recording.norms(inputs, positions), found.unmarked()
+            factors = factors_of(norms.sq_norms)
+            recorded = [norms.losses_B, norms.aux, norms.sq_norms, self.recording.sums(norms, factors)]
+            same = same_numbers(
+                recorded, [found.losses_B, found.aux, ordinary.sq_norms(), ordinary.weighted_sum(factors)]
+            )
+        except (DPFuncError, Stop, *ORDINARY) as error:
+            refuse_out_of_memory(error)
+            return (str(error).splitlines() or [type(error).__name__])[0]
+        return "" if same else "another pass gave other numbers"
 
 
 @dataclass(frozen=True)
@@ -139,23 +191,19 @@ class CapturedGrad:
         how = in_lockstep(), is_exact(given[0].device), torch.get_default_dtype()
         of_loss = self._known.setdefault(loss_fn, {})
         shape = of_loss.setdefault((tuple(params), structure, *how, *map(_layout, given)), _Shape())
-        shape.uses += 1
         self._last[loss_fn] = shape
         inputs, state = [value.detach() for value in given], torch.default_generator.get_state()
-        if shape.recording is not None and shape.replays:
+        recording = shape.replays()
+        if recording is not None:
             try:
-                found = shape.recording.norms(inputs, positions)
+                return Replayed(recording, recording.norms(inputs, positions), partial(_from_state, state, ordinary))
             except ORDINARY as error:  # an ordinary pass says what is wrong with this batch
                 refuse_out_of_memory(error)
                 torch.default_generator.set_state(state)
-                return ordinary()
-            return Replayed(shape.recording, found, partial(_from_state, state, ordinary))
         per_sample = ordinary()
-        if shape.why_not:
-            return per_sample
-        if shape.uses == 1:
-            shape.why_not = self._why_not(loss_fn, given, how, any(read), len(of_loss))
-        elif isinstance(per_sample, PerSample):
+        if shape.why_not is None:
+            shape.decide(self._why_not(loss_fn, given, how, any(read), len(of_loss)))
+        elif recording is None and not shape.why_not and isinstance(per_sample, PerSample):
 
             def compute(tensors: Sequence[Tensor], draws: Any) -> object:
                 own, rows = dict(zip(params, tensors, strict=False)), tensors[len(params) :]
@@ -167,9 +215,7 @@ class CapturedGrad:
                 return found
 
             with with_generator_state(state):
-                self._compare(shape, compute, inputs, per_sample, positions)
-        if shape.why_not or shape.uses == 1 + COMPARED:
-            _log.log(logging.WARNING if shape.why_not else logging.INFO, "engine captured: %s", shape.note)
+                shape.compare(partial(record, compute, inputs, per_sample), inputs, positions, per_sample)
         return per_sample
 
     def _why_not(
@@ -189,36 +235,6 @@ class CapturedGrad:
                 shapes > MOST_SHAPES,
         }  # fmt: skip
         return next((reason for reason, holds in reasons.items() if holds), "")
-
-    def _compare(
-        self, shape: _Shape, compute: Callable[..., object], inputs: Sequence[Tensor], found: PerSample,
-        positions: Sequence[int],
-    ) -> None:  # fmt: skip
-        """Record these rows if they are not yet, and compare what is recorded with their ordinary pass."""
-        used = shape.uses > 1 + COMPARED
-        try:
-            state = torch.default_generator.get_state()
-            shape.recording = shape.recording or record(compute, inputs, found)
-            torch.default_generator.set_state(state)
-            norms = shape.recording.norms(inputs, positions)
-            factors = factors_of(norms.sq_norms)
-            same = same_numbers(
-                [norms.losses_B, norms.aux, norms.sq_norms, shape.recording.sums(norms, factors)],
-                [found.losses_B, found.aux, found.unmarked().sq_norms(), found.unmarked().weighted_sum(factors)],
-            )
-            shape.why_not = "" if same else "another pass gave other numbers"
-        except (CannotRecord, DPFuncError, Stop, *ORDINARY) as error:
-            refuse_out_of_memory(error)
-            shape.why_not = f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0]}"
-        if shape.why_not:
-            shape.recording = None
-            if used:
-                raise UnsupportedModel(
-                    "The loss is another one than when its operations were recorded: something that it reads in Python "
-                    "has changed (a number, a flag, a tensor that was replaced), which a recording does not see. Use "
-                    f"engine='auto', and repeat the last {CHECKED} steps if they need the change. They are as private "
-                    "as they were said to be; nothing was released and nothing was spent in this one."
-                )
 
 
 def _layout(value: Any) -> object:
