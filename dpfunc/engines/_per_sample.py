@@ -433,14 +433,14 @@ class PerSample:
         return replace(self, late=True)
 
     @property
-    def mark(self) -> Tensor:
-        """True if some number needs the careful computation."""
-        return ~self._measured_norms().enough.all()
+    def no_mark(self) -> Tensor:
+        """False if some number needs the careful computation."""
+        return self._measured_norms().enough.all()
 
     @cached_property
     def is_marked(self) -> bool:
-        """Read the mark."""
-        return bool(self.mark)
+        """Read the mark: True if some number needs the careful computation."""
+        return not bool(self.no_mark)
 
     @cached_property
     def _norms(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -6,6 +6,7 @@ A recording has the constants of the loss, such as frozen weights, as the same t
 and draws of dropout as inputs. It is kept only if it can do nothing but return numbers.
 """
 
+import importlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils import _pytree as pytree
 
 from dpfunc.engines._draws import Kept, OwnDraws
@@ -42,17 +42,17 @@ class _NotedDraws(OwnDraws):
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
         if not isinstance(draw, Kept):
             raise CannotRecord("it draws random numbers, other than for dropout")
-        with disable_proxy_modes_tracing():
+        with _tracing().disable_proxy_modes_tracing():
             values_B = super().of_each(draw, device)
         self._noted.append((draw, values_B))
         return values_B
 
 
 class Norms(NamedTuple):
-    """What the first part of a recording gives: results, the mark of `PerSample`, and values for the sums."""
+    """What the first part of a recording gives: results, `no_mark` of `PerSample`, and values for the sums."""
 
     losses_B: Tensor
-    mark: Tensor
+    no_mark: Tensor
     sq_norms: dict[str, Tensor]
     aux: Any
     values: Sequence[Tensor]
@@ -80,12 +80,12 @@ class Recording:
         own = OwnDraws(positions, torch.default_generator.get_state())
         with torch.no_grad():
             drawn = [own.of_each(draw, draw.device) for draw in self.draws]
-            losses_B, mark, *others = self.before(*inputs, *drawn)
+            losses_B, no_mark, *others = self.before(*inputs, *drawn)
         count = len(self.names)
         squares, rest = dict(zip(self.names, others[:count], strict=True)), others[count:]
         size = 0 if self.aux is None else self.aux.num_leaves
         aux = None if self.aux is None else pytree.tree_unflatten(rest[:size], self.aux)
-        return Norms(losses_B, mark, squares, aux, rest[size:])
+        return Norms(losses_B, no_mark, squares, aux, rest[size:])
 
     def sums(self, found: Norms, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replay the weighted sums."""
@@ -122,13 +122,18 @@ def record(
             raise CannotRecord("its rows were not computed in one pass")
         found = found.unmarked()
         aux = () if aux_spec is None else pytree.tree_leaves(found.aux)
-        results = [found.losses_B, found.mark, *found.sq_norms().values(), *aux]
+        results = [found.losses_B, found.no_mark, *found.sq_norms().values(), *aux]
         return [*results, *found.weighted_sum(dict(zip(names, tensors[len(inputs) :], strict=True))).values()]
 
-    graph = make_fx(whole)(*inputs, *factors.values())
+    graph = _tracing().make_fx(whole)(*inputs, *factors.values())
     before, after = _parts(graph, len(inputs), len(names), [values_B for _, values_B in noted])
     operations = sum(node.op == "call_function" for part in (before, after) for node in part.graph.nodes)
     return Recording(before, after, names, tuple(draw for draw, _ in noted), aux_spec, dtype, operations)
+
+
+def _tracing() -> Any:
+    """torch's tracing, which takes a second to import: only who records pays for it."""
+    return importlib.import_module("torch.fx.experimental.proxy_tensor")
 
 
 def _parts(

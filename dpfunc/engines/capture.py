@@ -141,7 +141,7 @@ class Replayed:
     @cached_property
     def is_marked(self) -> bool:
         """Read the mark: True if some number needs the careful computation."""
-        return bool(self.found.mark)
+        return not bool(self.found.no_mark)
 
     @cached_property
     def _careful(self) -> PerSampleGrads | None:

@@ -27,7 +27,9 @@ from dpfunc.engines._guards.loss import (
     unfollowed_code_is_an_error,
 )
 from dpfunc.engines._numerics import exact
+from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
+from dpfunc.engines.capture import Replayed
 from dpfunc.engines.loop import RowAlone, Trial, made_up, made_up_row, quiet_trial, warm_up
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
@@ -99,18 +101,6 @@ class Audits:
         return chance.sample(range(count), self.due(count, chance.random(), by_row))
 
 
-@runtime_checkable
-class Marked(PerSampleGrads, Protocol):
-    """Gradients with a mark, by which a second computation with more care takes the place of a first one."""
-
-    @property
-    def is_marked(self) -> bool:
-        """Read the mark."""
-
-    def unmarked(self) -> "Marked":
-        """The same as if the mark were not set."""
-
-
 @dataclass
 class LateMark:
     """Reads the mark of a pass after the sums: they are computed as if it were not set, and again if it is.
@@ -121,7 +111,7 @@ class LateMark:
 
     early: bool = False
 
-    def __call__(self, found: Marked, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
+    def __call__(self, found: PerSample | Replayed, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
         """The sums of a microbatch."""
         early, quick = self.early, found if self.early else found.unmarked()
         sums = clip_and_sum(quick, mask_B)
@@ -215,7 +205,7 @@ class Microbatches:
         generator = torch.default_generator.get_state()
         positions, found, by_row = self._gradients(params, microbatch, positions)
         with exact(next(iter(params.values())).device):  # processes in lockstep must take the same way
-            if isinstance(found, Marked) and not in_lockstep():
+            if isinstance(found, (PerSample, Replayed)) and not in_lockstep():
                 sums = self.late_mark(found, mask_B, clip_and_sum)
             else:
                 sums = clip_and_sum(found, mask_B)

@@ -14,6 +14,7 @@ from run_cases import DATA, PLAN, Run, start, store
 
 from dpfunc import Journal, Ledger, Plan, clipping, load, rng, sampling, save, take
 from dpfunc.accounting import Event
+from dpfunc.accounting.accountant import upper
 from dpfunc.errors import CheckpointError, InvalidArgument, NotWritten
 
 AGAIN = {"plan": PLAN, "data": DATA, "without_journal": "new_key"}
@@ -98,7 +99,7 @@ def run(tmp_path):
 
 
 def spent(count):
-    return f"epsilon={PLAN.ledger(count).epsilon(PLAN.delta).epsilon:.4g} at delta=0.001 is spent"
+    return f"epsilon={upper(PLAN.ledger(count).epsilon(PLAN.delta).epsilon, 4)} at delta=0.001 is spent"
 
 
 def test_a_step_that_is_not_in_the_journal_is_not_released(run):
