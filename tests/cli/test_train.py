@@ -29,6 +29,7 @@ from text_job import (
 
 import dpfunc
 from dpfunc.accounting import RunCount
+from dpfunc.accounting.accountant import upper
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.cli._train import _interruptible
 from dpfunc.errors import NotWritten
@@ -111,7 +112,9 @@ def test_an_interrupt_says_what_was_spent(here, monkeypatch):
     journal = Path("stopped", JOURNAL)
     spent = journal_ledger(journal)
     assert spent.num_steps == 3
-    assert f"The journal has 3 steps, which spent epsilon={spent.epsilon(1e-3).epsilon:.4g} at delta=0.001." in said
+    assert (
+        f"The journal has 3 steps, which spent epsilon={upper(spent.epsilon(1e-3).epsilon, 4)} at delta=0.001." in said
+    )
     assert f"--spent {journal}." in said
     assert said.endswith("--resume goes on with this run.")
     assert train("--output_dir", "stopped", "--resume").exit_code == 0

@@ -13,6 +13,7 @@ from full_disk import allow
 from text_job import JOURNAL, at_events, files, record, train, weights, write_job, write_table
 from trainer_cases import again
 
+from dpfunc.accounting.accountant import upper
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.rng import insecure_key
 from dpfunc.train import _run_folder as run_folder
@@ -72,7 +73,9 @@ def test_a_full_disk_says_what_was_spent_and_how_to_go_on(here, tmp_path, monkey
     if steps:
         known = journal_ledger(folder / JOURNAL)
         assert known.num_steps == steps
-        spent = f"Stopped. The journal has {steps} steps, which spent epsilon={known.epsilon(1e-3).epsilon:.4g} at"
+        spent = (
+            f"Stopped. The journal has {steps} steps, which spent epsilon={upper(known.epsilon(1e-3).epsilon, 4)} at"
+        )
         assert result.stderr.endswith("--resume goes on with this run.\n")
     assert spent in result.stderr
     again(insecure_key(3))
