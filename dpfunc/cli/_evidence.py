@@ -117,11 +117,13 @@ def audit(
     from dpfunc.rng import insecure_key, secure_key
 
     check_new(out)
+    check_new(picture, "--plot")
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
     if picture is not None:
         from dpfunc.evidence import plot
 
+        picture.touch(0o600, exist_ok=False)  # as private as the data, and it keeps its mode
         plot([found], picture)
     _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from dpfunc._utils.files import replace_file
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import RunCount
 from dpfunc.accounting.accountant import upper
@@ -49,9 +50,14 @@ seed_option: Callable[[Any], Any] = click.option(
 )  # fmt: skip
 
 
-def check_new(out: Path | None) -> None:
-    """Check that a file to write is not there."""
-    refuse((out is not None and out.exists(), f"Expected a new file, got --out {out}, which exists."))
+def check_new(out: Path | None, option: str = "--out") -> None:
+    """Check that a file to write is not there, and that its folder is: what it is for may take hours."""
+    if out is None:
+        return
+    refuse(
+        (out.exists(), f"Expected a new file, got {option} {out}, which exists."),
+        (not out.parent.is_dir(), f"Expected a file in a folder that exists, got {option} {out}. Make the folder."),
+    )
 
 
 @contextmanager
@@ -231,7 +237,7 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
         from dpfunc.train import predict as prediction
     check_new(out)
     lines = [json.dumps(found, ensure_ascii=False) + "\n" for found in prediction.predict(run_dir, source)]
-    out.write_text("".join(lines), "utf-8")
+    replace_file(out, "".join(lines), 0o600)
     print_line(f"{len(lines)} predictions in {out}.", {"num_records": len(lines), "out": str(out)}, as_json)
 
 

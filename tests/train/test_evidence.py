@@ -112,9 +112,11 @@ def test_a_folder_that_is_not_of_this_job_is_found(job, honest, tmp_path, change
 
 
 def test_results_of_the_job_are_in_its_certificate(job, honest, tmp_path):
-    audited, path = tmp_path / "audit.json", tmp_path / "c.json"
-    done = command("audit", job, "--canaries", "200", "--insecure-seed", "90317", "--out", audited)
+    audited, path, picture = tmp_path / "audit.json", tmp_path / "c.json", tmp_path / "audit.png"
+    files = ("--out", audited, "--plot", picture)
+    done = command("audit", job, "--canaries", "200", "--insecure-seed", "90317", *files)
     assert done.exit_code == 0, done.output
+    assert [file.stat().st_mode & 0o777 for file in (audited, picture)] == [0o600, 0o600]
     done = command("certify", job, "--evidence", honest[0], "--evidence", audited, "--out", path)
     assert done.exit_code == 0, done.output
     values = json.loads(path.read_text())
@@ -124,6 +126,20 @@ def test_results_of_the_job_are_in_its_certificate(job, honest, tmp_path):
     assert values["evidence"][0]["weights"] == values["digests"]["model"]
     checked = command("certify", "--check", path, "--model", next((job / "model").glob("*.safetensors")))
     assert checked.exit_code == 0, checked.output
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_run(job, tmp_path, monkeypatch):
+    for name in ("audit", "verify"):
+        monkeypatch.setattr(_evidence, name, lambda *_, **__: pytest.fail("it ran"))
+    (tmp_path / "there.png").write_text("a picture")
+    for name, option, file in (
+        ("audit", "--plot", "there.png"), ("audit", "--plot", "none/new.png"), ("audit", "--out", "none/new.json"),
+        ("verify", "--out", "none/new.json"),
+    ):  # fmt: skip
+        done = command(name, job, option, tmp_path / file)
+        assert (done.exit_code, type(done.exception)) == (1, SystemExit), done.exception
+        assert f"got {option} {tmp_path / file}" in done.stderr
+    assert (tmp_path / "there.png").read_text() == "a picture"
 
 
 def test_an_audit_finds_noise_that_is_missing(job, monkeypatch):

@@ -51,7 +51,9 @@ def test_the_command(folder, monkeypatch):
     assert [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()] == list(
         predict("run", "held.csv")
     )
+    assert Path("found.jsonl").stat().st_mode & 0o777 == 0o600  # as private as held.csv
     assert "Expected a new file" in run("predict", "run", "held.csv", "--out", "found.jsonl").stderr
+    assert "Expected a file in a folder that" in run("predict", "run", "held.csv", "--out", "none/found.jsonl").stderr
     Path("bad.csv").write_text("age,hours,work\n30,20,private\nold,2,self\n")
     result = run("predict", "run", "bad.csv", "--out", "new.jsonl")
     assert "in the column 'age' in row 2 of bad.csv" in result.stderr
