@@ -81,9 +81,15 @@ class Facts:
     decoder_inputs: Callable[[Tensor], Tensor] | None = None  # of labels (B, T), None if not known
     speech: Speech | None = None  # of a CTC loss
     augmented: nn.Module | None = field(default=None, repr=False)  # masks its inputs at random in training mode
+    scores: nn.Module | None = field(default=None, repr=False)  # takes the class of a text from its last token
     blocks: bool = False  # "token_type_ids" say which tokens see later ones
     nested_images: bool = False  # the model takes images as (B, I, ...)
     tables: Tables = field(default=Tables(), repr=False)
+
+    @property
+    def lacks_padding(self) -> bool:
+        """True for a model without a padding token, by which it would tell the last token of a text."""
+        return self.scores is not None and getattr(getattr(self.scores, "config", None), "pad_token_id", 0) is None
 
     def flatten_images(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A batch with its images as the model takes them: those of a sample next to each other on axis 0.
@@ -190,6 +196,7 @@ def facts_of_model(module: nn.Module) -> Facts:
         decoder_inputs=_decoder_inputs(base),
         speech=_speech(base),
         augmented=base if augments(config) else None,
+        scores=base if hasattr(base, "score") else None,
         blocks=bidirectional and getattr(config, "vision_config", None) is not None,
         nested_images=str(getattr(config, "model_type", "")).startswith(_NESTED),
         tables=_tables(base) if "input_ids" in inputs else Tables(),

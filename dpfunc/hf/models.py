@@ -17,7 +17,7 @@ from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.batchnorm import count_batchnorm
 from dpfunc.functional.refused import refuse_unsupported
-from dpfunc.hf._facts import AnyForward, augments, base_model, quantised_layers
+from dpfunc.hf._facts import AnyForward, augments, base_model, facts_of_model, quantised_layers
 from dpfunc.hf.tasks import infer_task
 from dpfunc.types import Params
 
@@ -96,7 +96,7 @@ def _problems(model: nn.Module, task: str | None) -> dict[str, bool]:
         'model, gradient_checkpointing_kwargs={"use_reentrant": False}).': any(map(_is_reentrant, model.modules())),
         # decoders find the last token of a sequence by it
         "The model has no padding token, so it cannot tell where a sequence ends: set config.pad_token_id.":
-            task == "sequence_classification" and hasattr(base, "score") and getattr(config, "pad_token_id", 0) is None,
+            task == "sequence_classification" and facts_of_model(model).lacks_padding,
         # weights in few bits have no gradients, so that without adapters only what is beside them would be trained
         f"{len(quantised)} linear layers have quantised weights, which are not trained; without an adapter only "
         f"{shorten(trained)} would be. Attach one: peft.get_peft_model(model, LoraConfig(...)).":

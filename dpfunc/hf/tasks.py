@@ -70,6 +70,12 @@ def sequence_classification(forward: AnyForward, params: Params, batch: Mapping[
     "labels" are (B,) or (B, C).
     """
     inputs, labels = _split(batch)
+    if "attention_mask" in inputs and facts_of(forward).lacks_padding:
+        raise UnsupportedModel(
+            "Expected a model with a padding token, by which it tells the last token of a text, got "
+            "config.pad_token_id=None: the class of a padded text would be that of its padding. Set "
+            "model.config.pad_token_id = tokenizer.pad_token_id."
+        )
     outputs_BC = _logits(forward(params, **inputs))
     problem = problem_of(facts_of(forward).problem, outputs_BC.shape[-1], labels)
     if problem == CLASSES and not labels.is_floating_point() and labels.dim() == 2 and labels.shape == outputs_BC.shape:

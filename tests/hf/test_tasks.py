@@ -16,6 +16,8 @@ from torch import nn
 from trainer_cases import PRIVACY, training_arguments
 from transformers import (
     BertConfig,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     LEDConfig,
     LEDForConditionalGeneration,
     OpenAIGPTConfig,
@@ -220,6 +222,26 @@ def test_tables_of_models_whose_parts_have_other_names():
 
 
 # Models
+
+
+def test_a_classifier_without_a_padding_token_is_refused():
+    """It takes the last token of a padded row, which is padding; as it is asked, for a Trainer sets the token late."""
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=2, num_labels=2)
+    forward, params = functionalize(GPT2ForSequenceClassification(config).eval())
+    loss_fn = make_loss_fn(forward, "sequence_classification")
+    ids, mask, labels = torch.randint(3, 20, (3, 6)), torch.ones(3, 6, dtype=torch.long), torch.tensor([0, 1, 1])
+    whole = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    padded = {
+        "input_ids": torch.cat([ids, ids.new_full((3, 2), 2)], 1), "attention_mask": torch.cat([mask, 0 * mask[:, :2]], 1),
+        "labels": labels,
+    }  # fmt: skip
+    for engine in (engines.auto(), engines.loop()):
+        with pytest.raises(UnsupportedModel, match=r"config.pad_token_id=None.*model.config.pad_token_id = "):
+            clipped_grad(loss_fn, params, padded, Flat(1.0), engine=engine)
+    clipped_grad(loss_fn, params, {"input_ids": ids, "labels": labels}, Flat(1.0))  # no row is padded
+    config.pad_token_id = 2
+    losses = [clipped_grad(loss_fn, params, batch, Flat(1.0))[1].losses_B for batch in (whole, padded)]
+    torch.testing.assert_close(*losses)
 
 
 @pytest.mark.parametrize("name", MODELS)
