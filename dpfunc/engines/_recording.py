@@ -26,6 +26,8 @@ _ATEN = torch.ops.aten
 _VIEW = _ATEN.view.default
 # Operations that return their input, and the copy of a batch that is made when it is written into, which is refused.
 _SAME = frozenset((_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN._lazy_clone.default))
+# Operations whose results share memory with what they are given, other than their schemas say.
+_UNDECLARED_VIEWS = frozenset((_ATEN._unsafe_view, _ATEN.unsafe_split, _ATEN.unsafe_split_with_sizes))
 
 
 class CannotRecord(Stop):
@@ -121,7 +123,8 @@ def record(
         if not isinstance(found, PerSample):
             raise CannotRecord("its rows were not computed in one pass")
         found = found.unmarked()
-        aux = () if aux_spec is None else pytree.tree_leaves(found.aux)
+        # it may be the memory of the batch, into which the caller of an ordinary pass cannot write
+        aux = () if aux_spec is None else [leaf.clone() for leaf in pytree.tree_leaves(found.aux)]
         results = [found.losses_B, found.no_mark, *found.sq_norms().values(), *aux]
         return [*results, *found.weighted_sum(dict(zip(names, tensors[len(inputs) :], strict=True))).values()]
 
@@ -190,7 +193,9 @@ def _refuse_effects(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             outer.add(node)
-        elif node.op == "call_function" and node.target is operator.getitem:
+        elif node.op == "call_function" and (
+            node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _UNDECLARED_VIEWS
+        ):
             outer |= {node} & {node for source in node.all_input_nodes if source in outer}
         elif node.op == "call_function":
             if not isinstance(node.target, OpOverload):

@@ -33,7 +33,7 @@ from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
 
-COMPARED = 2  # passes over other rows with which a recording is compared before it is used
+COMPARED = 2  # passes with which a recording is compared before it is used; the first is over what was recorded
 CHECKED = 100  # of so many later passes one is compared
 MOST_SHAPES = 8  # recordings of one loss
 
@@ -74,14 +74,18 @@ class _Shape:
             _log.warning("engine captured: %s", self.note)
 
     def compare(
-        self, make: Callable[[], Recording], inputs: Sequence[Tensor], positions: Sequence[int], found: PerSample
-    ) -> None:
+        self, make: Callable[[PerSample], Recording], inputs: Sequence[Tensor], positions: Sequence[int],
+        found: PerSampleGrads, after: Tensor,
+    ) -> None:  # fmt: skip
         """Record, if that is not done, and compare what is recorded with an ordinary pass over these rows.
+
+        Args:
+            after: state in which the ordinary pass has left torch's generator.
 
         Raises:
             UnsupportedModel: it was replayed before, and is not what the loss computes now.
         """
-        why_not = self._difference(make, inputs, positions, found)
+        why_not = self._difference(make, inputs, positions, found, after)
         if why_not:
             self.decide(why_not)
         elif self.compared < COMPARED:
@@ -96,21 +100,27 @@ class _Shape:
             )
 
     def _difference(
-        self, make: Callable[[], Recording], inputs: Sequence[Tensor], positions: Sequence[int], found: PerSample
-    ) -> str:
+        self, make: Callable[[PerSample], Recording], inputs: Sequence[Tensor], positions: Sequence[int],
+        found: PerSampleGrads, after: Tensor,
+    ) -> str:  # fmt: skip
         """Why the recording cannot be used, as these rows show it; empty if they show nothing."""
+        if not isinstance(found, PerSample):
+            return "its rows were not computed in one pass"
         state = torch.default_generator.get_state()
         try:
-            self.recording = self.recording or make()
+            self.recording = self.recording or make(found)
             torch.default_generator.set_state(state)
             norms, ordinary = self.recording.norms(inputs, positions), found.unmarked()
             factors = factors_of(norms.sq_norms)
-            recorded = [norms.losses_B, norms.aux, norms.sq_norms, self.recording.sums(norms, factors)]
+            drawn = torch.default_generator.get_state()
+            recorded = [drawn, norms.losses_B, norms.aux, norms.sq_norms, self.recording.sums(norms, factors)]
             same = same_numbers(
-                recorded, [found.losses_B, found.aux, ordinary.sq_norms(), ordinary.weighted_sum(factors)]
+                recorded, [after, found.losses_B, found.aux, ordinary.sq_norms(), ordinary.weighted_sum(factors)]
             )
         except (DPFuncError, Stop, *ORDINARY) as error:
             refuse_out_of_memory(error)
+            if "tracing tensor" in str(error):  # torch's own words are about its tracing
+                return "an operation reads numbers of rows"
             return (str(error).splitlines() or [type(error).__name__])[0]
         return "" if same else "another pass gave other numbers"
 
@@ -203,19 +213,23 @@ class CapturedGrad:
         per_sample = ordinary()
         if shape.why_not is None:
             shape.decide(self._why_not(loss_fn, given, how, any(read), len(of_loss)))
-        elif recording is None and not shape.why_not and isinstance(per_sample, PerSample):
+        elif recording is None and not shape.why_not:
 
             def compute(tensors: Sequence[Tensor], draws: Any) -> object:
                 own, rows = dict(zip(params, tensors, strict=False)), tensors[len(params) :]
-                engine = replace(self.inner, draws=draws)
-                found = engine.rows(loss_fn, own, pytree.tree_unflatten(rows, structure), positions)
-                decision = engine.decision(loss_fn)
+                found = replace(engine, draws=draws).rows(
+                    loss_fn, own, pytree.tree_unflatten(rows, structure), positions
+                )
+                if any(read):  # the numbers, or what follows from them, would be constants
+                    raise CannotRecord("Python reads numbers of rows")
+                decision = self.inner.decision(loss_fn)
                 if decision is None or decision.engine != "one pass":  # as where it writes in place
                     raise CannotRecord(f"torch cannot record its pass ({decision and decision.reason})")
                 return found
 
+            after = torch.default_generator.get_state()
             with with_generator_state(state):
-                shape.compare(partial(record, compute, inputs, per_sample), inputs, positions, per_sample)
+                shape.compare(partial(record, compute, inputs), inputs, positions, per_sample, after)
         return per_sample
 
     def _why_not(

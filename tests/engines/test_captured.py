@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from models import CASES, build
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from zoo import language
@@ -143,6 +143,14 @@ def counting(params, batch):
 
 
 counting.calls = 0
+
+
+def drawing_twice(params, batch):
+    """Both draws drop next to nothing, so that two passes show the same numbers."""
+    drop = lambda x: F.dropout((x @ params["w"]).tanh(), 1e-4)
+    return (torch.utils.checkpoint.checkpoint(drop, batch[0], use_reentrant=False) - batch[1]).square().mean(1)
+
+
 REPLAYED = {
     "a product": linear,
     "checkpoints": checkpointed,
@@ -161,6 +169,8 @@ ORDINARY = {
     "reads": (lambda p, b: linear(p, b) * (2 if b[0].sum() > -1e9 else 1), "Python reads numbers of rows"),
     "other draws": (lambda p, b: linear(p, b) + torch.randn(1), "draws random numbers"),
     "a counter that changes the loss": (counting, "another pass gave other numbers"),
+    "draws that are drawn again": (drawing_twice, "another pass gave other numbers"),
+    "draws that are seeded": (lambda p, b: linear(p, b) + 0 * torch.manual_seed(3).initial_seed(), "other numbers"),
     "groups of rows": (lambda p, b: linear(p, b) * (2 if b[0].sum() > 0 else 1), "rows"),
 }  # fmt: skip
 
@@ -264,6 +274,43 @@ def test_a_number_of_python_that_changes_ends_the_run(monkeypatch):
     assert "not recorded" in note(engine, loss_fn)
 
 
+def test_groups_of_rows_that_begin_end_the_run(monkeypatch):
+    """Such a pass is none to compare with, but it shows that the loss is another one."""
+    monkeypatch.setattr("dpfunc.engines.capture.CHECKED", 8)
+    begun = []
+    loss_fn = lambda params, batch: linear(params, batch) * (2 if begun and batch[0].sum() > 0 else 1)
+    engine = replaying(loss_fn)
+    begun.append(True)
+    for _ in range(6):
+        engine(loss_fn, PARAMS, ROWS)
+    with pytest.raises(UnsupportedModel, match="another one than when its operations were recorded"):
+        engine(loss_fn, PARAMS, ROWS)
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
+def test_numbers_that_python_begins_to_read_are_no_constants(read):
+    """A recording keeps nothing of a row, also where the first pass did not read."""
+    begun = []
+    loss_fn = lambda params, batch: linear(params, batch) * (torch.tensor(read(batch[1][0]))[0] if begun else 1)
+    engine, ones = captured(), torch.ones(8, 3)
+    engine(loss_fn, PARAMS, (ROWS[0], ones))
+    begun.append(True)
+    for step in range(5):
+        given = ROWS[0], ones * step
+        assert same(results(engine, loss_fn, PARAMS, given), results(auto(), loss_fn, PARAMS, given))
+    assert "Python reads numbers of rows" in note(engine, loss_fn)
+
+
+def test_aux_is_not_the_memory_of_the_batch():
+    """Who writes into it changes no record."""
+    loss_fn = lambda params, batch: (linear(params, batch), batch[0])
+    rows = ROWS[0].clone(), ROWS[1]
+    found = replaying(loss_fn)(loss_fn, PARAMS, rows)
+    assert isinstance(found, Replayed)
+    found.aux.zero_()
+    assert torch.equal(rows[0], ROWS[0])
+
+
 def test_an_audit_sees_it_as_well(monkeypatch):
     """A row that is computed alone runs the loss as it is now."""
     monkeypatch.setattr("dpfunc.engines.microbatches.STEPS_IN", 1)
@@ -285,6 +332,8 @@ WRITES = {
     "into one of several": (lambda x: x.unbind()[1].fill_(1.0), True),
     "into what an operation was given as out": (lambda x: torch.add(x, x, out=x), True),
     "into a constant": (lambda x: CONSTANT.add_(x), True),
+    "into a part of which torch does not say so": (lambda x: torch.unsafe_chunk(x, 2)[0].mul_(2), True),
+    "into another view of that kind": (lambda x: torch.ops.aten._unsafe_view(x, (2, 2)).mul_(2), True),
     "into a copy": (lambda x: x.clone().add_(1), False),
     "into a result": (lambda x: (x + 1).view(2, 2).add_(1), False),
     "none": (lambda x: x.view(2, 2) + 1, False),
