@@ -10,12 +10,14 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpfunc import errors
 from dpfunc._utils.digests import checksum, digest
 from dpfunc._utils.parts import is_dtensor, shard_dims
+from dpfunc._utils.processes import first_with
 from dpfunc._utils.validation import expect, integer, refuse, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import upper
@@ -232,9 +234,13 @@ class _Releases:
         self.next_step: int | None = None  # the first one that was not released yet; None where the run is new here
         self.digests: dict[int, str] = {}  # of each step; one that is repeated releases the same
         self.lock = RLock()
+        self.is_own = False  # no other group of processes of the job takes steps of it
 
     def go_on_at(self, step: int) -> None:
         self.next_step = step
+
+    def claimed(self) -> None:
+        self.is_own = True
 
 
 # Guards against mistakes in this process, no part of the computation: no result depends on them.
@@ -306,6 +312,22 @@ def check_newest(state: StepState) -> None:
             "another run, both use one key, and so the same noise: begin each run with a dpfunc.secure_key() of its "
             "own, and leave out what this one released."
         )
+
+
+def check_writer(state: StepState) -> None:
+    """Check, in the process that writes, that no other group of processes of the job takes steps with this key.
+
+    Groups that share their writer are told apart by `check_state`: it has released the steps of both.
+    """
+    run = _releases(state)
+    if not run.is_own and (writer := first_with(fingerprint(state.key))) != dist.get_rank():
+        raise errors.StateReused(
+            f"Expected a key of one group of processes, got one with which a group whose first is process {writer} "
+            "takes steps, too: both would draw the same noise, and the difference of what they release would have "
+            "none. Make a key for each: dpfunc.distributed.shared_key(ranks), with the ranks of its own group. Nothing "
+            "was spent."
+        )
+    run.claimed()
 
 
 def check_own_plan(state: StepState, digest_of_plan: str) -> None:

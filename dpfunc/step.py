@@ -143,10 +143,13 @@ class DPStep:
                     "Start with dp_step.init(params, shared_key(ranks)).",
                 )  # fmt: skip
             prepared = self.clipped_grad.prepared(params, batch)
-            own = summarize(
+            able = summarize(
                 step=state.step, batch=batch, params=params, run=self._must_be_equal(state), prepared=prepared,
                 ranks=self.ranks,
             )  # fmt: skip
+            if self.ranks.writes:
+                states.check_writer(state)
+            own = able
         finally:  # all mean the same by this call, or each has an error
             num_rows = agree(own, self.ranks)
         return rows._replace(size=num_rows)

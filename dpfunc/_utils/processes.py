@@ -83,6 +83,11 @@ def tell(error: BaseException | None) -> str:
     return text
 
 
+def first_with(name: str) -> int:
+    """Number of the process of the job that asked for a name first: this one, if no other did before."""
+    return int(_store().compare_set(f"dpfunc/first/{name}", "", str(dist.get_rank())))
+
+
 def reason_of_failed() -> str:
     """The stored error of the process that failed, read after its message has arrived."""
     return str(_store().get(_FAILED).decode())

@@ -186,6 +186,25 @@ def shared_keys():
     return repr(known), known == insecure_key(3), repr(distributed.shared_key(ranks))
 
 
+def groups_with_one_key():
+    """Steps of two groups of one job with the key of all, on records of one draw: what each process sees."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    key, ranks = distributed.shared_key(distributed.data_parallel()), distributed.data_parallel(alone)
+    dp_step = make_dp_step(loss_fn, plan(), ranks=ranks)
+    if dist.get_rank():
+        dist.barrier()  # the first group takes its step first
+    found = caught(step_of, dp_step, dp_step.init(params(), key), ranks)
+    if not dist.get_rank():
+        dist.barrier()
+    own = dp_step.init(params(), distributed.shared_key(ranks))
+    whole = make_dp_step(loss_fn, plan(), ranks=distributed.data_parallel())
+    state = whole.init(params(), distributed.shared_key(whole.ranks))
+    for _ in range(2):  # all processes again, from a state that went through `init` a second time
+        _, state, _ = step_of(whole, state, whole.ranks)
+        whole.init(params(), state.key)
+    return *found, caught(step_of, dp_step, own, ranks)
+
+
 def masks():
     """The dropout masks that a process draws in two steps, seen in its losses: all records are alike."""
 

@@ -171,3 +171,11 @@ def test_parameters_on_a_part_of_the_processes_are_refused():
     for kind, text in run(2, "jobs:part_of_the_mesh"):
         assert kind == "InvalidArgument"
         assert "release sums of their own with the same noise" in text
+
+
+def test_groups_of_one_job_do_not_share_a_key():
+    """Their releases would have the same noise: the difference would have none. With keys of their own they go on."""
+    (first, _, own), (kind, text, its_own) = run(2, "jobs:groups_with_one_key")
+    assert (first, kind) == ("ok", "StateReused")
+    assert "a group whose first is process 0 takes steps, too" in text
+    assert own == its_own == ("ok", "")
