@@ -21,6 +21,7 @@ from dpfunc._utils.processes import first_with
 from dpfunc._utils.validation import expect, integer, refuse, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import upper
+from dpfunc.accounting.record import COMPARED, ELSEWHERE, ROWS, SOURCES
 from dpfunc.batches import check_params, refuse_narrow_range
 from dpfunc.clipping.rules import group_bounds, of_run, partition
 from dpfunc.distributed.ranks import Ranks
@@ -52,6 +53,8 @@ class StepState(NamedTuple):
         journal_lines: number of its lines when it was resumed.
         telemetry: the statistics that the step before this state released, by name; None without `Plan.telemetry`.
         clip_state: of the clip rule, e.g. the bounds of `clipping.Adaptive`; public. None for a rule without state.
+        facts: noise source, rows and batches, in words of a `Record`: the weakest that hold for all steps of the run.
+            `()` before the first one.
 
     >>> from dpfunc.rng import secure_key
     >>> StepState(0, 10, 0, secure_key(), (), Ledger())  # doctest: +ELLIPSIS
@@ -72,6 +75,7 @@ class StepState(NamedTuple):
     journal_lines: int = 0
     telemetry: Mapping[str, float | list[float]] | None = None
     clip_state: Any = None
+    facts: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """The fields, without noise, which is secret, and the number of records, which is private."""
@@ -165,14 +169,24 @@ def single_step_state(plan: Plan, first: StepState) -> StepState:
     return state
 
 
-def next_state(plan: Plan, state: StepState, noise_state: Any) -> StepState:
-    """The state after a step, with what it costs in its ledger."""
-    step = state.step + 1
+def next_state(plan: Plan, state: StepState, noise_state: Any, facts: tuple[str, ...]) -> StepState:
+    """The state after a step, with what it costs in its ledger; `facts` are those of the step."""
+    step, state = state.step + 1, state._replace(facts=_weakest(state.facts or facts, facts))
     if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
         left = tuple(item for item in state.released if item[0] >= step)
         return state._replace(step=step, noise_state=noise_state, released=left)
     cost = Ledger(step_events(plan, state, state.step, step), plan.adjacency)
     return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
+
+
+def _weakest(*facts: tuple[str, ...]) -> tuple[str, ...]:
+    """Noise source, rows and batches of several stretches of a run: what holds for all of them."""
+    sources, rows, batches = map(set, zip(*facts, strict=True))
+    return (
+        min(sources) if len(sources) == 1 else SOURCES["both"],
+        max(rows, key=(ROWS[1], ROWS[0], ROWS[2]).index),
+        ELSEWHERE if ELSEWHERE in batches else COMPARED,
+    )
 
 
 def turn_of(state: StepState) -> Turn:

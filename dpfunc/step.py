@@ -17,6 +17,7 @@ from dpfunc._utils.processes import initialized, process_context
 from dpfunc._utils.validation import fail, named, one_of, refuse, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
+from dpfunc.accounting import record as known
 from dpfunc.batches import (
     batch_size,
     check_named,
@@ -36,7 +37,9 @@ from dpfunc.distributed._reduce import gathered, release
 from dpfunc.distributed.ranks import Ranks, check_ranks
 from dpfunc.engines._guards.several_rows import look_at_rows, warn_of_unused
 from dpfunc.engines.by_name import engine_of
-from dpfunc.engines.vmap_grad import Decision
+from dpfunc.engines.capture import CapturedGrad
+from dpfunc.engines.loop import Loop
+from dpfunc.engines.vmap_grad import Decision, VmapGrad
 from dpfunc.errors import StepAborted
 from dpfunc.noise import Mechanism
 from dpfunc.noise.gaussian import with_noise
@@ -44,6 +47,8 @@ from dpfunc.plan import Plan
 from dpfunc.rng import Key, fingerprint, fold_in, secure_key
 from dpfunc.state import StepState
 from dpfunc.types import Batch, ClippedSum, Engine, LossFn, Params, Unreleased
+
+_ENGINES: dict[type, str] = {VmapGrad: known.ROWS[0], CapturedGrad: known.ROWS[0], Loop: known.ROWS[1]}
 
 
 class StepResult(NamedTuple):
@@ -121,7 +126,7 @@ class DPStep:
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
         released, noise_state = self._add_noise(clipped, params, state, clip)
         statistics = clip.read(released, self.plan.sampler.expected_batch_size(state.step))
-        after = states.next_state(self.plan, state, noise_state)._replace(
+        after = states.next_state(self.plan, state, noise_state, self.facts)._replace(
             telemetry=statistics.get(LEAF),
             clip_state=of_run(self.plan.clip).next(state.clip_state, statistics.get(RULE_LEAF)),
         )
@@ -273,6 +278,12 @@ class DPStep:
         found = self.clipped_grad.deviations(params, clip, deviation, self.plan.allocation)
         divisor = self._divisor(state.step, clip)
         return {name: value / divisor for name, value in found.items()}
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Noise source, rows and batches of a step, in the words of a `Record`."""
+        rows = _ENGINES.get(type(self.clipped_grad.engine), known.ROWS[2])
+        return known.SOURCES[self.noise_source], rows, known.COMPARED if self.verify_batch else known.ELSEWHERE
 
     @property
     def decision(self) -> Decision | None:

@@ -56,10 +56,15 @@ ONE_RECORD = "one record of the training data set"
 """The unit of a run whose batches have one record a row."""
 
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
+OTHER_STEPS = "how steps in the ledger that are not of this run were taken: its settings and its key are not theirs"
 SECRET = "secret"
 GUESSABLE = "guessable"
 SIZES = ("number of records", "public bound on the number of records")
-SOURCES = {"secure": "AES-128-CTR stream of a 256-bit key", "device": "ChaCha20 stream of a 256-bit key"}
+SOURCES = {
+    "secure": "AES-128-CTR stream of a 256-bit key",
+    "device": "ChaCha20 stream of a 256-bit key",
+    "both": "AES-128-CTR and ChaCha20 streams of a 256-bit key",
+}
 ROWS = (
     "vmap(grad(loss)): no row sees another; rows drawn by the key are computed alone and compared",
     "each row computed alone",
@@ -102,6 +107,8 @@ SETTINGS = ("sampler", "clip", "mechanism", "noise_source", "rows", "batches")
 """Fields of a `Record` that all runs of a search have in common."""
 
 COMPARED, ELSEWHERE = "compared with the plan's draw of each step", "drawn elsewhere, by claim (verify_batch=False)"
+UNKNOWN = (SOURCES["both"], ROWS[2], ELSEWHERE)
+"""Noise source, rows and batches of a run of which nothing is known."""
 
 
 @dataclass(frozen=True)

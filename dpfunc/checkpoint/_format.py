@@ -17,6 +17,7 @@ from dpfunc import clipping, noise, sampling
 from dpfunc._utils.validation import shorten, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.events import KINDS
+from dpfunc.accounting.record import UNKNOWN
 from dpfunc.checkpoint.journal import Taken, charged_for
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.plan import Plan
@@ -30,7 +31,7 @@ _PUBLIC = [getattr(folder, name) for folder in (clipping, sampling, noise) for n
 # What a saved plan may hold, beside events: all dataclasses among the public names of these folders.
 _PARTS = {cls for cls in (Plan, Schedule, Ledger, *_PUBLIC) if is_dataclass(cls)}
 # Fields of a state that are JSON values.
-_KEPT = ("step", "limit", "charged", "drawn", "num_records", "released", "telemetry", "clip_state")
+_KEPT = ("step", "limit", "charged", "drawn", "num_records", "released", "telemetry", "clip_state", "facts")
 
 
 def data_fingerprint(data: Batch | str, key: Key) -> str:
@@ -67,7 +68,8 @@ def state_to_dict(state: StepState, data: str = "", extra: Mapping[str, Any] | N
 def state_from_dict(values: Mapping[str, Any], plan: Plan, taken: Mapping[int, Taken]) -> StepState:
     """The state from `state_to_dict`, charged for every step in the journal, which may be repeated bit for bit."""
     later = {number: line.release for number, line in taken.items() if number >= values["step"]}
-    kept = {name: values[name] for name in _KEPT if name in values or name != "clip_state"}  # old files lack it
+    known = {"clip_state": None, "facts": UNKNOWN if values["step"] else (), **values}  # old files lack these
+    kept = {name: known[name] for name in _KEPT} | {"facts": tuple(known["facts"])}
     kept["released"] = tuple(sorted({**dict(values["released"]), **later}.items()))
     state = StepState(
         **kept, key=Key(bytes.fromhex(values["key"]), guessable=bool(values["guessable"])), noise_state=(),

@@ -11,17 +11,13 @@ from dpfunc._utils.validation import expect
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
-from dpfunc.accounting.record import COMPARED, ELSEWHERE, EXACT_SIZE, GUESSABLE, NOT_COVERED, SECRET, SIZES, Record
-from dpfunc.engines.capture import CapturedGrad
-from dpfunc.engines.loop import Loop
-from dpfunc.engines.vmap_grad import VmapGrad
+from dpfunc.accounting.record import EXACT_SIZE, GUESSABLE, NOT_COVERED, OTHER_STEPS, SECRET, SIZES, Record
 from dpfunc.errors import LedgerConflict
 from dpfunc.noise import DEFAULT
 from dpfunc.rng import fingerprint
-from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest
+from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest, step_events
 from dpfunc.step import DPStep
 
-_ENGINES: dict[type, str] = {VmapGrad: known.ROWS[0], CapturedGrad: known.ROWS[0], Loop: known.ROWS[1]}
 _MECHANISMS = dict(zip(("uniform", "optimal"), known.MECHANISMS, strict=True))
 
 
@@ -86,6 +82,9 @@ def make_record(
     proven = type(clip.rule).__module__.startswith("dpfunc.")  # a schedule may be of a rule that is not
     n, size = plan.sampler.dataset_size, plan.sampler.expected_batch_size(last)
     ours, strategy = repr(plan.noise) == repr(DEFAULT), getattr(plan.noise, "strategy", DEFAULT)
+    noise_source, rows, batches = state.facts or dp_step.facts
+    own = Ledger(step_events(plan, state, 0, state.step), plan.adjacency)
+    others = (OTHER_STEPS,) if own.lacks(spent) else ()
     publishes_size = plan.adjacency == "add_remove" and not public_bound
     return Record(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -101,12 +100,12 @@ def make_record(
         ledger=spent,
         mechanism=_named(_MECHANISMS[plan.allocation] if ours else repr(plan.noise), plan.noise, strategy),
         noise_multiplier=plan.events(0, last + 1)[-1].noise_multiplier,  # other noise may have a scale of its own
-        noise_source=known.SOURCES[dp_step.noise_source],
+        noise_source=noise_source,
         noise_key=GUESSABLE if state.key.guessable else SECRET,
         max_grad_norm=clip.whole,
         clip=type(plan.clip if proven else clip.rule).__name__,
-        rows=_ENGINES.get(type(dp_step.clipped_grad.engine), known.ROWS[2]),
-        batches=COMPARED if dp_step.verify_batch else ELSEWHERE,
+        rows=rows,
+        batches=batches,
         sampler=_named(type(plan.sampler).__name__, plan.sampler),
         sampling_prob=size / n,
         expected_batch_size=size,
@@ -116,7 +115,7 @@ def make_record(
         num_steps=state.limit,
         epoch=state.step * size / n if epoch is None else epoch,
         versions=versions(),
-        not_covered=(*((EXACT_SIZE,) if publishes_size else ()), *not_covered, *NOT_COVERED),
+        not_covered=(*((EXACT_SIZE,) if publishes_size else ()), *others, *not_covered, *NOT_COVERED),
     )
 
 

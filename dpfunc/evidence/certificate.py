@@ -25,6 +25,7 @@ from dpfunc.accounting.record import (
     EXACT_SIZE,
     LAWS,
     NEIGHBOURS,
+    OTHER_STEPS,
     RECORD_FILE,
     ROWS,
     SECRET,
@@ -240,7 +241,7 @@ def _assumptions(values: Values) -> list[dict[str, Any]]:
         held[each["kind"]] = False if False in known else True if True in known else None
     # an audit trains on the records of the job once more, and its figures are of that run
     audited = any((each["kind"], each["of"]) == ("audit", "job") for each in values["evidence"])
-    met = {
+    of_run = {
         "The key of the noise is secret.": how["noise_key"] == SECRET,
         "Noise comes from a cryptographic stream.": how["noise_source"] in SOURCES.values(),
         "The mechanism of the noise is one that is proven.": is_proven(how["mechanism"]),
@@ -248,6 +249,10 @@ def _assumptions(values: Values) -> list[dict[str, Any]]:
         "Batches are the draws of the sampler: each was compared.": how["batches"] == COMPARED,
         "The law of the sampler is one that is proven.": claims_law(how["sampler"], basis.events(values)),
         "No row changes the gradient of another.": how["rows"] in ROWS[:2],
+    }
+    if values["earlier"] or OTHER_STEPS in claim["not_covered"]:  # this run shows nothing of other steps
+        of_run = {says: value and None for says, value in of_run.items()}
+    met = of_run | {
         "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + ROUNDING),
         "The number of records is not published by the record of the run.": EXACT_SIZE not in claim["not_covered"],

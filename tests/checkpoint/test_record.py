@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from dpfunc import Ledger, Plan, clipping, make_dp_step, noise, release_mean, sampling, secure_key
-from dpfunc.accounting.record import EXACT_SIZE, NOT_COVERED, Record
+from dpfunc.accounting.record import (
+    COMPARED,
+    ELSEWHERE,
+    EXACT_SIZE,
+    NOT_COVERED,
+    OTHER_STEPS,
+    ROWS,
+    SOURCES,
+    UNKNOWN,
+    Record,
+)
 from dpfunc.checkpoint import Journal, journal_ledger, make_record
+from dpfunc.checkpoint._format import state_from_dict, state_to_dict
 from dpfunc.cli.main import main
+from dpfunc.engines.loop import loop as engine_of_loop
 from dpfunc.errors import InvalidArgument, LedgerConflict, StateReused
 from dpfunc.evidence import certify, check
 from dpfunc.rng import insecure_key
+from dpfunc.state import resumed
 from dpfunc.types import Event, Schedule
 
 
@@ -101,6 +115,76 @@ def test_a_record_is_of_the_newest_state_and_of_its_plan():
     other, _ = run(plan(noise_multiplier=9.0), secure_key())
     with pytest.raises(InvalidArgument, match="Expected a state of this plan"):
         make_record(other, state, unit="one patient")
+
+
+def facts(*parts, through=lambda state: state):
+    """Noise source, rows and batches in the record of a run of stretches, each with options of its own."""
+    own, params, data = plan(), {"w": torch.zeros(2)}, torch.ones(100, 2)
+    state, dp_step = None, None
+    for options in parts:
+        dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), own, **options)
+        state = dp_step.init(params, secure_key()) if state is None else through(state)
+        _, state, _ = dp_step(params, data[own.draw(state, state.step)], state)
+    record = make_record(dp_step, state, unit="one row")
+    assert OTHER_STEPS not in record.not_covered
+    return record.noise_source, record.rows, record.batches
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """An engine of a user, which computes as that of dpfunc."""
+
+    inner: Any = field(default_factory=engine_of_loop)
+
+    def __call__(self, *args, **options):
+        return self.inner(*args, **options)
+
+
+SECURE, DEVICE, BOTH = (SOURCES[name] for name in ("secure", "device", "both"))
+STRETCHES = {
+    "batches": ([{"verify_batch": False}, {}], (SECURE, ROWS[0], ELSEWHERE)),
+    "batches at the end": ([{}, {"verify_batch": False}], (SECURE, ROWS[0], ELSEWHERE)),
+    "noise": ([{"noise_source": "device"}, {}], (BOTH, ROWS[0], COMPARED)),
+    "noise of three": ([{}, {"noise_source": "device"}, {"noise_source": "device"}], (BOTH, ROWS[0], COMPARED)),
+    "rows alone": ([{"engine": "loop"}, {"engine": "loop"}], (SECURE, ROWS[1], COMPARED)),
+    "rows alone at first": ([{"engine": "loop"}, {}], (SECURE, ROWS[0], COMPARED)),
+    "rows of a user": ([{"engine": OwnEngine()}, {"engine": "loop"}], (SECURE, ROWS[2], COMPARED)),
+    "one source": ([{"noise_source": "device"}] * 2, (DEVICE, ROWS[0], COMPARED)),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHES)
+def test_settings_of_all_steps_and_not_of_the_last(name):
+    """Also of those before a checkpoint; of an older one, which does not say them, nothing is claimed."""
+    parts, expected = STRETCHES[name]
+
+    def loaded(state, *without):
+        values = json.loads(json.dumps(state_to_dict(state)))
+        return resumed(state_from_dict({n: v for n, v in values.items() if n not in without}, plan(), {}))
+
+    assert facts(*parts) == facts(*parts, through=loaded) == expected
+    assert facts(*parts, through=lambda state: loaded(state, "facts")) == UNKNOWN
+
+
+def test_settings_are_not_those_of_earlier_phases(tmp_path):
+    """Whose key may be guessable, and whose batches may be drawn elsewhere: the certificate says that nothing shows it."""
+    with pytest.warns(UserWarning, match="known to everybody"):
+        _, first = run(plan(epsilon=None), insecure_key(52201))
+    dp_step, state = run(plan(epsilon=None), secure_key(), steps=1, ledger=first.ledger)
+    record = make_record(dp_step, state, unit="one row")
+    assert (record.noise_key, OTHER_STEPS in record.not_covered) == ("secret", True)
+    met = {}
+    for name, ledger in (("one", None), ("two", first.ledger)):
+        own = plan(epsilon=None)
+        journal = Journal(tmp_path / name / "journal.jsonl", own)
+        dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), own, journal=journal)
+        state = dp_step.init({"w": torch.zeros(2)}, secure_key(), ledger)
+        _, state, _ = dp_step({"w": torch.zeros(2)}, torch.ones(len(own.draw(state, 0)), 2), state)
+        (tmp_path / name / "privacy_accounting.json").write_text(make_record(dp_step, state, unit="row").to_json())
+        assumptions = json.loads(certify(tmp_path / name).read_bytes())["assumptions"]
+        met[name] = [each["met"] for each in assumptions][:7]
+        assert all(finding.agrees for finding in check(tmp_path / name / "certificate.json"))
+    assert met == {"one": [True] * 7, "two": [None] * 7}
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
