@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -166,6 +166,14 @@ class Replayed:
 
 
 @dataclass(frozen=True)
+class _Recorded(VmapGrad):
+    """The engine of a pass that is recorded: rows alone would be as many passes."""
+
+    def _by_loop(self, every: Any, places: Any, calls: Any, reason: str) -> NoReturn:
+        raise CannotRecord(f"torch cannot record its pass ({reason})")
+
+
+@dataclass(frozen=True)
 class CapturedGrad:
     """Engine that `captured` returns."""
 
@@ -200,7 +208,9 @@ class CapturedGrad:
         given = (*params.values(), *leaves)
         how = in_lockstep(), is_exact(given[0].device), torch.get_default_dtype()
         of_loss = self._known.setdefault(loss_fn, {})
-        shape = of_loss.setdefault((tuple(params), structure, *how, *map(_layout, given)), _Shape())
+        layout: object = (tuple(params), structure, *how, *map(_layout, given))
+        # all further shapes are one
+        shape = of_loss.setdefault(layout if layout in of_loss or len(of_loss) < MOST_SHAPES else None, _Shape())
         self._last[loss_fn] = shape
         inputs, state = [value.detach() for value in given], torch.default_generator.get_state()
         recording = shape.replays()
@@ -217,14 +227,10 @@ class CapturedGrad:
 
             def compute(tensors: Sequence[Tensor], draws: Any) -> object:
                 own, rows = dict(zip(params, tensors, strict=False)), tensors[len(params) :]
-                found = replace(engine, draws=draws).rows(
-                    loss_fn, own, pytree.tree_unflatten(rows, structure), positions
-                )
+                recorded = _Recorded(**vars(replace(engine, draws=draws)))
+                found = recorded.rows(loss_fn, own, pytree.tree_unflatten(rows, structure), positions)
                 if any(read):  # the numbers, or what follows from them, would be constants
                     raise CannotRecord("Python reads numbers of rows")
-                decision = self.inner.decision(loss_fn)
-                if decision is None or decision.engine != "one pass":  # as where it writes in place
-                    raise CannotRecord(f"torch cannot record its pass ({decision and decision.reason})")
                 return found
 
             after = torch.default_generator.get_state()

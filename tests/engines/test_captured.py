@@ -193,6 +193,7 @@ def test_losses_that_are_not(name, caplog):
     assert "not recorded, since" in results_of[1]
     assert why in results_of[1]
     assert "engine captured: not recorded" in caplog.text
+    assert "engine loop" not in caplog.text  # which no row went through
 
 
 def test_draws_of_dropout_are_those_of_auto():
@@ -404,12 +405,14 @@ def test_other_settings_of_torch_are_other_recordings():
         assert same(results(engine, linear, strided, ROWS), results(auto(), linear, strided, ROWS))
 
 
-def test_rows_of_many_shapes_are_not_recorded():
+def test_rows_of_many_shapes_are_not_recorded(caplog):
+    """One message says so, whatever their number."""
     engine = captured()
     for size in range(2, 12):
         for _ in range(3):
             results(engine, linear, PARAMS, tuple(value[:1].repeat(size, 1) for value in ROWS))
     assert "more than 8 shapes" in note(engine, linear)
+    assert caplog.text.count("more than 8 shapes") == 1
 
 
 @pytest.mark.parametrize("groups", ["all", "parameter"])
