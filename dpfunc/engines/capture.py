@@ -44,13 +44,15 @@ class _Shape:
 
     Args:
         why_not: why there is no recording; empty if there is one, or may be, None before the first pass.
-        compared: passes that were compared before the first replay. replayed: uses after that.
+        compared: passes that were compared before the first replay. replayed: uses after that. ordinary: decision of
+            `auto` about the last ordinary pass.
     """
 
     why_not: str | None = None
     recording: Recording | None = None
     compared: int = 0
     replayed: int = 0
+    ordinary: Decision | None = None
 
     @property
     def note(self) -> str:
@@ -65,6 +67,10 @@ class _Shape:
             return None
         self.replayed += 1
         return self.recording if self.replayed % CHECKED else None
+
+    def passed(self, decision: Decision | None) -> None:
+        """Take the decision of `auto` about an ordinary pass."""
+        self.ordinary = decision
 
     def decide(self, why_not: str) -> None:
         """Decide that there is no recording, and why; or, if `why_not` is empty, that there may be one."""
@@ -90,7 +96,8 @@ class _Shape:
             self.decide(why_not)
         elif self.compared < COMPARED:
             self.compared += 1
-            _log.info("engine captured: %s", self.note)
+            if self.compared == COMPARED:
+                _log.info("engine captured: %s", self.note)
         if why_not and self.replayed:
             raise UnsupportedModel(
                 "The loss is another one than when its operations were recorded: something that it reads in Python has "
@@ -193,8 +200,9 @@ class CapturedGrad:
         return self.rows(loss_fn, params, batch, range(batch_size(batch)))
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
-        """Decision of `auto` about the last microbatch, and whether it was replayed; None before the first."""
-        found, shape = self.inner.decision(loss_fn), self._last.get(loss_fn)
+        """Decision of `auto` about rows of the last shape, and whether it was replayed; None before the first."""
+        shape = self._last.get(loss_fn)
+        found = shape.ordinary if shape else None
         return replace(found, reason=f"{found.reason}; {shape.note}") if found and shape and shape.note else found
 
     def rows(self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSampleGrads:
@@ -221,6 +229,7 @@ class CapturedGrad:
                 refuse_out_of_memory(error)
                 torch.default_generator.set_state(state)
         per_sample = ordinary()
+        shape.passed(self.inner.decision(loss_fn))
         if shape.why_not is None:
             shape.decide(self._why_not(loss_fn, given, how, any(read), len(of_loss)))
         elif recording is None and not shape.why_not:

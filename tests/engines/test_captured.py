@@ -415,6 +415,17 @@ def test_rows_of_many_shapes_are_not_recorded(caplog):
     assert caplog.text.count("more than 8 shapes") == 1
 
 
+def test_a_decision_is_about_rows_of_the_last_shape():
+    """Of which there are groups, or a recording."""
+    loss_fn = lambda params, batch: linear(params, batch[:2]) * (2 if len(batch) > 2 and batch[0].sum() > 0 else 1)
+    engine = replaying(loss_fn)
+    engine(loss_fn, PARAMS, (*ROWS, ROWS[0]))
+    assert engine.decision(loss_fn).engine == "groups"
+    engine(loss_fn, PARAMS, ROWS)
+    assert engine.decision(loss_fn).engine == "one pass"
+    assert "replayed" in note(engine, loss_fn)
+
+
 @pytest.mark.parametrize("groups", ["all", "parameter"])
 def test_a_step_releases_what_auto_releases(groups):
     """Batches of other sizes are filled up; the last microbatch, too. A rule by parameters has other factors for each."""
