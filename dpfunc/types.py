@@ -255,7 +255,7 @@ class Allocated(Event):
         batches = self.num_batches // self.participations
         noise = self.noise_multiplier / self.cycles**0.5
         epochs = self.num_steps * self.participations
-        known = batches > 1 and noise >= 0.04  # of less noise float64 cannot hold the losses
+        known = batches > 1 and noise >= 0.08  # of less noise float64 cannot hold the losses
         return (Allocated(noise, epochs, batches) if known else Event(1.0, noise, epochs),)
 
 

@@ -48,7 +48,7 @@ class _Sum:
 
 @functools.lru_cache(maxsize=64)
 def allocated(t: int, s: float) -> dict[str, Atoms]:
-    """Laws of an epoch of t >= 2 batches with noise s >= 0.04, for a record removed and added."""
+    """Laws of an epoch of t >= 2 batches with noise s >= 0.08, for a record removed and added."""
     total = _sums(t, t, min(s, _MOST_NOISE))[0]
     ratio = total.values / t
     removed = total.mass * ratio

@@ -13,6 +13,7 @@ from dpfunc.accounting._losses import Array, Atoms, Direction
 from dpfunc.accounting._pairs import CELLS, LARGEST_LOSS, dominating, stated
 
 _REACH = 38.0  # standard deviations; beyond are 1e-315 of the mass
+_LEAST_NOISE = 1e-4  # of a mixture, relative to its largest distance: it has a cell for each 1 / 200 of it
 _MOST = 4000  # integers that are not put together
 
 
@@ -60,7 +61,7 @@ def _shifted(q: float, plain: Array, moved: Array, exponent: Array, direction: D
 def answers(noise: float, number: int) -> Atoms:
     """The law of randomised response for the answers that differ; all others carry no information."""
     if noise == 0:
-        return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
+        return losses.UNBOUNDED
     false = noise / number
     true = 1 - noise + false
     largest = math.log(true / false)
@@ -73,6 +74,8 @@ def mixture(
 ) -> Atoms:
     """The law of `sum_i p_i N(c_i, s^2)` against `N(0, s^2)`; with the record the outputs are larger."""
     c, weight = np.array(distances)[:, None], np.array(probs)[:, None]
+    if s < _LEAST_NOISE * c.max():
+        return losses.UNBOUNDED
     low, high = -9.5 * s, float(c.max()) + 9.5 * s  # of fine cells
     far = np.arange(0.2, 28.5, 0.2) * s
     x = np.concatenate([low - far[::-1], np.arange(low, high, s / cells), high + far])

@@ -10,6 +10,7 @@ from dpfunc.types import Event
 
 _ROUND_UP = 1e-9  # the root finder and log_ndtr are good to about 1e-12
 _LEAST = 1e-12  # below, no digit of delta is left, and epsilon is the tail bound
+_LARGE = 1e6  # above, epsilon loses digits that the smaller part of delta needs
 _CANCELS = 1e-14  # with little mu, what both logarithms have in common is lost: up to this over mu
 
 
@@ -26,8 +27,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     if not mu < 1e100:
         return math.inf
     high = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # the tail bound; delta(high) < delta
-    if mu < _LEAST:
-        return high
+    if not _LEAST <= mu <= _LARGE:
+        return high * (1 + _ROUND_UP)
     target = math.log(delta)
     # below e^-1e6 of delta only the sign counts
     root = falling_root(lambda epsilon: max(_log_delta(epsilon, mu) - target, -1e6), 0.0, high, rtol=1e-13)
@@ -56,6 +57,8 @@ def gaussian_true_positives(false_positives: float, mu: float) -> float:
 def _log_delta(epsilon: float, mu: float) -> float:
     from scipy.special import log_ndtr
 
+    if mu > _LARGE:
+        return float(log_ndtr(mu / 2 * (1 + 1e-15) - epsilon / mu))  # without what is subtracted, which is not known
     first = float(log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     ratio = -math.expm1(second - first)

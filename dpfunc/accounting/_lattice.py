@@ -15,13 +15,12 @@ import numpy as np
 
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
-from dpfunc.accounting._losses import MEANS, ULP, Array, Atoms, Direction, Law
+from dpfunc.accounting._losses import MEANS, ULP, UNBOUNDED, Array, Atoms, Direction, Law
 
 _ERROR = 2e-7  # relative to epsilon
 _FEWEST, _MOST = 2**14, 2**21  # points
 _LARGEST_EXPONENT = 600.0
 _WIDER = 1.01  # than for the epsilon of the aim
-_UNKNOWN = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
 
 
 def lattice_epsilon(base: aims.Sampled, aim: aims.Aim, delta: float) -> float:
@@ -50,7 +49,7 @@ def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float, m
     kinds = _continuous(base, delta)
     points = sum(float(np.ptp(losses.loss_of(q, s, ends, base.direction))) for q, s, ends, _ in kinds) / width
     if max(points, length / width) > most or max(t * aim.epsilon, length) > _LARGEST_EXPONENT:
-        return _UNKNOWN
+        return UNBOUNDED
     parts = [(_cells(q, s, ends, width, base.direction), steps) for q, s, ends, steps in kinds]
     parts += [(_apart(law, width), float(steps)) for steps, law in base.fixed]
     laws = [losses.tilt(atoms, steps, t) for atoms, steps in parts]
@@ -77,7 +76,7 @@ def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float, m
     moment = math.fsum(law.steps * law.log_moment for law in laws)
     infinite = sum(law.steps * law.infinite for law in laws) + _beyond(laws, aim, float(loss[-1]))
     if moment > _LARGEST_EXPONENT:
-        return _UNKNOWN
+        return UNBOUNDED
     tilted = np.maximum(folded, 0.0) + 2 * noise / size
     mass: Array = tilted * np.exp(moment + rounding - t * loss)
     largest = sum(law.steps * float(np.abs(law.loss + law.mean).max()) for law in laws)

@@ -134,6 +134,9 @@ class Atoms:
     infinite: Array
 
 
+UNBOUNDED = Atoms(np.zeros(0), np.zeros(0), np.array(1.0))  # nothing is protected, or nothing is known
+
+
 def _sums_above(loss: Array, mass: Array) -> tuple[Array, Array, Array]:
     """Positive losses, in order, and for each the probability of itself and larger ones under P and under Q."""
     positive = loss > 0

@@ -17,7 +17,7 @@ import numpy as np
 from dpfunc._utils.validation import below_one, checked, expect, non_negative, positive, real
 from dpfunc.accounting._discrete import answers, discrete_gaussian, discrete_laplace, mixture
 from dpfunc.accounting._gaussian import as_float
-from dpfunc.accounting._losses import DIRECTIONS, Array, Atoms, Direction, TiltedUnavailable, log_ratio, tilt
+from dpfunc.accounting._losses import DIRECTIONS, UNBOUNDED, Array, Atoms, Direction, TiltedUnavailable, log_ratio, tilt
 from dpfunc.accounting._pairs import CELLS, FINE_CELLS, LARGEST_LOSS, capped, epoch, laplace, stated
 from dpfunc.accounting.mechanisms import (
     DiscreteGaussian,
@@ -29,6 +29,8 @@ from dpfunc.accounting.mechanisms import (
     WithoutNoise,
 )
 from dpfunc.types import Adjacency, Allocated, Capped, Event
+
+_LEAST_NOISE = 1e-7  # less counts as none: its losses, up to 1 / (2 s^2), are beyond the grids
 
 
 def _largest(name: str, value: object) -> float:
@@ -125,19 +127,24 @@ KINDS: dict[str, type[Event]] = {
 class Losses(NamedTuple):
     """A law of losses: of one step, for neighbours in one order, by cells of which so many are a standard deviation.
 
-    The finite ones of a pure release are bounded.
+    The finite ones of a pure release are bounded. Noise below `least` counts as none.
     """
 
     of: Callable[[Any, Direction, int], Atoms]
     pure: bool = False
+    least: float = _LEAST_NOISE
 
 
 _LOSSES: Mapping[type, Losses] = {
     Allocated: Losses(lambda e, d, _: epoch(e.num_batches, e.noise_multiplier, d)),
-    Capped: Losses(lambda e, d, cells: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d, cells)),
+    Capped: Losses(
+        lambda e, d, cells: capped(e.sampling_prob, e.noise_multiplier, e.dataset_size, e.cap, d, cells),
+        least=0.08,  # of less noise float64 cannot hold the exponentials of losses
+    ),
     Laplace: Losses(lambda e, d, cells: laplace(e.sampling_prob, e.noise_multiplier, d, cells), pure=True),
     DiscreteGaussian: Losses(
-        lambda e, d, _: discrete_gaussian(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d)
+        lambda e, d, _: discrete_gaussian(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d),
+        least=0.04,
     ),
     DiscreteLaplace: Losses(
         lambda e, d, _: discrete_laplace(e.sampling_prob, e.noise_multiplier * e.sensitivity, e.sensitivity, d),
@@ -177,8 +184,8 @@ def law_of(event: Event, direction: Direction, fine: bool = False) -> Atoms:
     """Losses that dominate those of one step; `fine`: by many more cells."""
     if law_kind(event) == RENYI:
         raise TiltedUnavailable(f"Expected a law of losses, got a Renyi curve, {event!r}. Use method 'rdp'.")
-    if event.noise_multiplier == 0 and not isinstance(event, WithoutNoise):
-        return Atoms(np.zeros(0), np.zeros(0), np.array(1.0))
+    if event.noise_multiplier < _LOSSES[type(event)].least and not isinstance(event, WithoutNoise):
+        return UNBOUNDED
     return _LOSSES[type(event)].of(event, direction, FINE_CELLS if fine else CELLS)
 
 

@@ -12,6 +12,13 @@ from dpfunc._utils.validation import checked, count, each, expect, non_negative,
 from dpfunc.types import Adjacency, Event
 
 _MOST_NOISE = 1e5  # all outputs of discrete Gaussian noise are listed
+_MOST_SENSITIVITY = 10**7  # and those between two neighbours
+
+
+def _sensitivity(name: str, value: object) -> int:
+    number = count(name, value)
+    expect(number <= _MOST_SENSITIVITY, f"{name} <= {_MOST_SENSITIVITY}", name, value, "Count in larger units.")
+    return number
 
 
 @dataclass(frozen=True, order=True)
@@ -23,7 +30,7 @@ class WithoutNoise(Event):
 
 
 @dataclass(frozen=True, order=True)
-@checked({"sensitivity": count})
+@checked({"sensitivity": _sensitivity})
 class DiscreteGaussian(Event):
     """Releases of an integer with discrete Gaussian noise, `P[x] ~ e^(-x^2 / (2 s^2))`; Poisson samples.
 
@@ -52,7 +59,7 @@ class DiscreteGaussian(Event):
 
 
 @dataclass(frozen=True, order=True)
-@checked({"sensitivity": count})
+@checked({"sensitivity": _sensitivity})
 class DiscreteLaplace(Event):
     """Releases of an integer with discrete Laplace noise, `P[x] ~ e^(-|x| / b)`; Poisson samples.
 

@@ -12,9 +12,12 @@ from scipy.stats import norm
 
 from dpfunc.accounting import (
     ZCDP,
+    Allocated,
+    Capped,
     DiscreteGaussian,
     DiscreteLaplace,
     Exponential,
+    Laplace,
     Ledger,
     MixtureOfGaussians,
     Opaque,
@@ -179,7 +182,9 @@ def test_files_of_before_are_read():
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(lambda: DiscreteLaplace(1.0, 1.0, 1, sensitivity=0), "sensitivity"), (lambda: RandomizedResponse(1, 1.5, 2), "noise"),
+    [(lambda: DiscreteLaplace(1.0, 1.0, 1, sensitivity=0), "sensitivity"),
+     (lambda: DiscreteLaplace(1.0, 1.0, 1, sensitivity=10**10), "sensitivity <= 10000000.*larger units"),
+     (lambda: DiscreteGaussian(1.0, 1e-9, 1, sensitivity=10**10), "sensitivity <= 10000000"), (lambda: RandomizedResponse(1, 1.5, 2), "noise"),
      (lambda: Exponential(1, 0.0), "epsilon"), (lambda: MixtureOfGaussians(1.0, 1, (0.0, 1.0), (0.5, 0.6)), "sum to 1"),
      (lambda: MixtureOfGaussians(1.0, 1, (0.0, -1.0), (0.5, 0.5)), "distances"), (lambda: Tree(1.0, 1, 0), "num_leaves"),
      (lambda: MixtureOfGaussians(1.0, 1, 3, (1.0,)), "a tuple of numbers"), (lambda: ZCDP(1, rho=0.1, xi=-1.0), "xi")],
@@ -187,3 +192,27 @@ def test_files_of_before_are_read():
 def test_refused(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+LITTLE = {  # kind -> an event with this noise
+    "Laplace": lambda noise: Laplace(0.1, noise, 1),
+    "discrete Laplace": lambda noise: DiscreteLaplace(0.1, noise, 2),
+    "discrete Gaussian": lambda noise: DiscreteGaussian(0.1, noise, 1, sensitivity=3),
+    "mixture": lambda noise: MixtureOfGaussians(noise, 1, (0.0, 1.0), (0.9, 0.1)),
+    "capped": lambda noise: Capped(0.5, noise, 2, dataset_size=50, cap=20),
+    "capped, fixed size": lambda noise: Capped(1.0, noise, 2, dataset_size=50, cap=20),
+    "allocated": lambda noise: Allocated(noise, 3, num_batches=10),
+    "Gaussian": lambda noise: Event(1.0, noise, 10),
+}
+
+
+@pytest.mark.parametrize("kind", LITTLE)
+def test_hardly_any_noise_has_a_cost(kind):
+    """No error and no memory: what float64 cannot hold counts as infinite."""
+    costs = []
+    for noise in (0.2, 0.06, 1e-3, 1e-6, 1e-9, 1e-200, 1e-306, 5e-324):
+        ledger = Ledger((LITTLE[kind](noise),), "zero_out")
+        costs.append(ledger.epsilon(1e-12).epsilon)
+        assert delta_at(ledger, 1.0) >= 0.06
+    assert costs == sorted(costs)
+    assert costs[-1] == math.inf

@@ -129,7 +129,7 @@ KINDS = [(0.02, 1.0, 300), (0.1, 2.0, 40)]
 
 def without_lattice(monkeypatch):
     """Every lattice would be too large: the curve is that of a line of integration."""
-    monkeypatch.setattr(_tilted, "lattice_law", lambda *_: _lattice._UNKNOWN)
+    monkeypatch.setattr(_tilted, "lattice_law", lambda *_: _lattice.UNBOUNDED)
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.6])
