@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import checked, expect, fail, integer, named, open_unit, set_fields
+from dpfunc._utils.validation import checked, expect, fail, integer, named, open_unit, set_fields, shorten
 from dpfunc.types import Params
 
 
@@ -38,9 +38,11 @@ class _FromNothing:
 def _add(state: dict[str, Any], params: Params, weight: float) -> dict[str, Any]:
     """The state in which the new parameters have this weight, and the average so far has the rest."""
     before: dict[str, Tensor] = state["params"]
+    was, now = ({name: tuple(value.shape) for name, value in each.items()} for each in (before, params))
     expect(
-        not before or before.keys() == params.keys(), "the parameters of the average", "params", sorted(params),
-        "An average is over one set of parameters.",
+        not before or was == now, "the parameters of the average, in their shapes", "params",
+        dict(sorted(now.items() - was.items())),
+        f"Of the average: {shorten(sorted(map(str, was.items() - now.items())))}.",
     )  # fmt: skip
 
     def mixed(name: str, value: Tensor) -> Tensor:

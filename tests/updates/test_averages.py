@@ -91,6 +91,10 @@ BAD = {
         lambda: Ema(0.5).add(Ema(0.5).add(Ema(0.5).begin(), {"w": torch.zeros(1)}), {"v": torch.zeros(1)}),
         "the parameters of the average",
     ),
+    "a shape that would broadcast": (
+        lambda: Ema(0.5).add(Ema(0.5).add(Ema(0.5).begin(), {"w": torch.zeros(3)}), {"w": torch.zeros(1)}),
+        r"in their shapes, got params=\{'w': \(1,\)\}. Of the average: \('w', \(3,\)\)",
+    ),
 }
 
 
