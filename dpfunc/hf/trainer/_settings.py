@@ -385,6 +385,15 @@ def refuse_model(model: nn.Module) -> None:
     refuse_unsupported(model, checkpointing=True)
 
 
+def refuse_frozen(params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that were frozen since the run began: a step would train them, and spend, all the same."""
+    frozen = shorten([name for name, param in params.items() if not param.requires_grad])
+    refuse((frozen,
+            f"Expected the parameters with which the run began to require gradients, got [{frozen}] frozen in it, e.g. "
+            "by a callback: a private run trains the same ones in each step. Freeze them before train(). The step was "
+            "not taken, and spent nothing."))  # fmt: skip
+
+
 def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:
     """Refuse an optimizer that leaves trained parameters as they are: the budget would be spent on them for nothing."""
     if optimizer is None:

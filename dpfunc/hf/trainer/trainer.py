@@ -540,6 +540,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             self.optimizer.train()
         before = run.at(self.state.global_step)
+        settings.refuse_frozen(run.params)
         if before.step == 0 and run.start.resumed is None:
             self._begun(model, run)
         batch = dict(self._prepare_inputs(inputs))

@@ -36,6 +36,19 @@ DATA = cases.labelled()
 JOURNAL = files.JOURNAL
 
 
+def test_parameters_that_a_callback_freezes_end_the_run(tmp_path):
+    """They were trained all the same, and in silence; the step is not taken."""
+    model = cases.classifier()
+
+    def freeze(*_):
+        model.classifier.requires_grad_(False)
+
+    trainer = cases.private(model, tmp_path, callbacks=[cases.at("on_step_end", freeze, 2)])
+    with pytest.raises(InvalidArgument, match=r"got \[classifier.weight, classifier.bias\] frozen .* spent nothing"):
+        trainer.train()
+    assert trainer.ledger.num_steps == 2
+
+
 def test_a_warning_near_exhaustion_comes_once(tmp_path, caplog):
     privacy = PrivacyArguments(dp_epsilon=8.0, dp_delta=1e-3, dp_max_grad_norm=1.0, dp_warn_at=0.8)
     trainer = cases.private(cases.classifier(), tmp_path, privacy=privacy)
