@@ -223,7 +223,7 @@ def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, fl
     found = _least_epsilon(log_bound, target, aim.epsilon, aim.tilt, floor)
     step = 1e-3 * found
     slope = (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else 0.0
-    return found, slope if slope > 0 else aim.tilt
+    return found, slope if 0 < slope < math.inf else aim.tilt
 
 
 def log_delta_of(
