@@ -19,10 +19,9 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 def engine_of(engine: str | Engine) -> Engine:
     """The engine with this name, or the engine itself.
 
-    >>> engine_of("rows")
+    >>> engine_of("rows")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    dpfunc.errors.InvalidArgument: Expected engine to be one of 'auto', 'ghost', 'vmap', 'loop', 'captured', got
-    engine='rows'.
+    dpfunc.errors.InvalidArgument: Expected engine to be one of 'auto', 'ghost', ..., got engine='rows'.
     """
     if not isinstance(engine, str):
         return engine
