@@ -1,6 +1,6 @@
 """Steps of a few milliseconds, where Python counts: `python -m benchmarks.small_steps`.
 
-A step without privacy and a clipped sum of small models, in CPU seconds of one thread; the best of the rounds. What one
+A step without privacy and clipped sums of small models, in CPU seconds of one thread; the best of the rounds. What one
 more use of a parameter takes is a step of a chain of tiny linear layers, less the plain step, by the number of layers.
 """
 
@@ -23,6 +23,8 @@ from benchmarks.results import FOLDER, markdown, write
 
 RESULT = FOLDER / "small_steps.json"
 CHAIN = 50
+ENGINES = ("plain", "auto", "captured")
+HEADS = ("case", "plain step, ms", "default engine, ms", "ratio", "captured, ms", "ratio")
 
 
 class Recurrent(nn.Module):
@@ -75,23 +77,27 @@ ALL_CASES = {
 
 
 def best(case: Mapping[str, Any], who: str) -> float:
-    """CPU seconds of a step; of the default engine, or without privacy."""
+    """CPU seconds of a step of an engine, or without privacy."""
     return case["contestants"][who]["cpu"]["best_seconds"]
 
 
 def section(found: Mapping[str, Any]) -> str:
     """The table of docs/performance.md, and what a use of a parameter takes."""
-    pairs = {name: (best(case, "plain"), best(case, "auto")) for name, case in found.items() if name != "chain"}
-    cells = [[n, f"{1e3 * a:.1f}", f"{1e3 * b:.1f}", f"{b / a:.1f}"] for n, (a, b) in pairs.items()]
+    cells = []
+    for name, case in found.items():
+        if name != "chain":
+            plain, *private = (best(case, who) for who in ENGINES)
+            times = [[f"{1e3 * seconds:.1f}", f"{seconds / plain:.1f}"] for seconds in private]
+            cells.append([name, f"{1e3 * plain:.1f}", *times[0], *times[1]])
     use = 1e6 * found["chain"]["seconds_a_use"]
     line = f"One more use of a parameter takes {use:.0f} microseconds there, norm and sum included."
-    return markdown(("case", "plain step, ms", "private step, ms", "ratio"), cells) + "\n\n" + textwrap.fill(line, 130)
+    return markdown(HEADS, cells) + "\n\n" + textwrap.fill(line, 130)
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @measures(RESULT, rounds=30)
 def main(settings: Settings, out: Path) -> None:
-    found = measure_cases(list(ALL_CASES), ["plain", "auto"], settings, out, cases="benchmarks.small_steps")
+    found = measure_cases(list(ALL_CASES), list(ENGINES), settings, out, cases="benchmarks.small_steps")
     long = found["cases"]["chain"]
     long["seconds_a_use"] = (best(long, "auto") - best(long, "plain")) / (CHAIN + 1)
     write(out, found)

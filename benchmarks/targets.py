@@ -138,7 +138,10 @@ JAX_HEADS = (
 OPAKE_HEADS = (
     "case", "plain step, CPU ms", "CPU time: dpfunc", "dpfunc, vmap", "opake", "memory: dpfunc", "dpfunc, vmap", "opake"
 )  # fmt: skip
-BEFORE_HEADS = ("case", "plain step, ms", "CPU time: before", "now", "now / before", "memory: before", "now")
+BEFORE_HEADS = (
+    "case", "plain step, ms", "CPU time: before", "now", "captured", "now / before", "captured / before",
+    "memory: before", "now", "captured",
+)  # fmt: skip
 
 
 def number(one: dict[str, Any] | None, kind: str = "time", key: str = "ratio", digits: int = 2) -> str:
@@ -214,13 +217,13 @@ def opake_rows(cases: dict[str, Any]) -> list[list[str]]:
 
 
 def before_rows(cases: dict[str, Any]) -> list[list[str]]:
-    """Ratios to the plain step of the default engine, in another checkout and in this one, from one run."""
+    """Ratios to the plain step: of the default engine in another checkout and in this one, and of `captured`."""
     found = []
     for name, case in cases.items():
-        plain, old, new = (case["contestants"][who] for who in ("plain", "auto@against", "auto"))
-        first, before, now = (one["cpu"]["median_seconds"] for one in (plain, old, new))
-        times = [f"{1e3 * first:.0f}", number(old, "cpu"), number(new, "cpu"), f"{now / before:.2f}"]
-        found.append([name, *times, number(old, "memory"), number(new, "memory")])
+        plain, *ours = (case["contestants"][who] for who in ("plain", "auto@against", "auto", "captured"))
+        first, before, *now = (one["cpu"]["median_seconds"] for one in (plain, *ours))
+        times = [*(number(one, "cpu") for one in ours), *(f"{seconds / before:.2f}" for seconds in now)]
+        found.append([name, f"{1e3 * first:.0f}", *times, *(number(one, "memory") for one in ours)])
     return found
 
 
