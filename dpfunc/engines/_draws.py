@@ -148,8 +148,11 @@ def _drawn(own: Draw, func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The draw of dropout: ones where a number is kept, zeros where it is dropped. No number of the row decides it."""
+class DropoutMask:
+    """Draws the mask of dropout for a row: one where a number stays, zero where it goes; `share` of them stay.
+
+    No number of the row decides it.
+    """
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -170,7 +173,7 @@ def _dropout(
     if p == 1:
         return multiply(torch.zeros_like(input))
     shape = (*input.shape[:2], *(1 for _ in input.shape[2:])) if feature else input.shape
-    kept = own(Kept(shape, input.dtype, input.device, 1 - p), input.device)
+    kept = own(DropoutMask(shape, input.dtype, input.device, 1 - p), input.device)
     if not alpha:
         return multiply(kept / (1 - p))
     a = 1.0 / ((_SELU_ALPHA**2 * p + 1) * (1 - p)) ** 0.5

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from dpfunc.engines._draws import Kept, OwnDraws
+from dpfunc.engines._draws import DropoutMask, OwnDraws
 from dpfunc.engines._levels import Stop
 from dpfunc.engines._per_sample import PerSample
 
@@ -37,12 +37,12 @@ class CannotRecord(Stop):
 class _NotedDraws(OwnDraws):
     """Draws of a pass that is recorded, which are inputs of the recording."""
 
-    def __init__(self, noted: list[tuple[Kept, Tensor]], positions: Sequence[int], seed: Tensor) -> None:
+    def __init__(self, noted: list[tuple[DropoutMask, Tensor]], positions: Sequence[int], seed: Tensor) -> None:
         super().__init__(positions, seed)
         self._noted = noted
 
     def of_each(self, draw: Callable[[int], Tensor], device: torch.device) -> Tensor:
-        if not isinstance(draw, Kept):
+        if not isinstance(draw, DropoutMask):
             raise CannotRecord("it draws random numbers, other than for dropout")
         with _tracing().disable_proxy_modes_tracing():
             values_B = super().of_each(draw, device)
@@ -51,7 +51,7 @@ class _NotedDraws(OwnDraws):
 
 
 class Norms(NamedTuple):
-    """What the first part of a recording gives: results, `no_mark` of `PerSample`, and values for the sums."""
+    """Results of a replayed pass, as those of `PerSample`, and the values that its sums need."""
 
     losses_B: Tensor
     no_mark: Tensor
@@ -72,7 +72,7 @@ class Recording:
     before: fx.GraphModule
     after: fx.GraphModule
     names: tuple[str, ...]
-    draws: tuple[Kept, ...]
+    draws: tuple[DropoutMask, ...]
     aux: Any
     dtype: torch.dtype
     operations: int
@@ -116,7 +116,7 @@ def record(
     factors = factors_of(like.unmarked().sq_norms())
     names, dtype = tuple(factors), next(iter(factors.values())).dtype
     aux_spec = None if like.aux is None else pytree.tree_flatten(like.aux)[1]
-    noted: list[tuple[Kept, Tensor]] = []
+    noted: list[tuple[DropoutMask, Tensor]] = []
 
     def whole(*tensors: Tensor) -> list[Tensor]:
         found = compute(tensors[: len(inputs)], partial(_NotedDraws, noted))
@@ -196,7 +196,8 @@ def _refuse_effects(graph: fx.Graph) -> None:
         elif node.op == "call_function" and (
             node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _UNDECLARED_VIEWS
         ):
-            outer |= {node} & {node for source in node.all_input_nodes if source in outer}
+            if not outer.isdisjoint(node.all_input_nodes):
+                outer.add(node)
         elif node.op == "call_function":
             if not isinstance(node.target, OpOverload):
                 raise CannotRecord(f"it calls {node.target}, which is no operation of torch")
@@ -205,8 +206,10 @@ def _refuse_effects(graph: fx.Graph) -> None:
 
 def _refuse_write(node: fx.Node, operation: OpOverload, outer: set[fx.Node]) -> None:
     """Raise if an operation writes into one of these, or note its result as a view of them."""
-    given = zip(operation._schema.arguments, node.args, strict=False)
-    for argument, value in (*given, *((each, node.kwargs.get(each.name)) for each in operation._schema.arguments)):
+    arguments = operation._schema.arguments
+    given = {**dict(zip([each.name for each in arguments], node.args, strict=False)), **node.kwargs}
+    for argument in arguments:
+        value = given.get(argument.name)
         own = [each for each in pytree.tree_leaves(value) if isinstance(each, fx.Node) and each in outer]
         if own and argument.alias_info is not None:
             if argument.alias_info.is_write:

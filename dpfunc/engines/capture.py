@@ -40,7 +40,7 @@ MOST_SHAPES = 8  # recordings of one loss
 
 @dataclass
 class _Shape:
-    """What is known of rows of one shape: a memo, which changes no result.
+    """Decides whether rows of one shape are recorded, compared or replayed. It changes no result.
 
     Args:
         why_not: why there is no recording; empty if there is one, or may be, None before the first pass.
@@ -56,7 +56,7 @@ class _Shape:
 
     @property
     def note(self) -> str:
-        """What becomes of such rows, in words; empty while that is not known."""
+        """Tell users whether such rows are replayed, and why not; empty before that is decided."""
         if self.why_not:
             return f"not recorded, since {self.why_not}"
         return f"{self.recording.operations} recorded operations are replayed" if self.recording else ""
@@ -207,11 +207,8 @@ class CapturedGrad:
 
     def rows(self, loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int]) -> PerSampleGrads:
         """Gradients of rows at these positions of a batch: replayed, or those of `auto`."""
-        read: list[object] = []
-        engine = replace(self.inner, on_pass=lambda result: read.append(result.reads))
-        ordinary = partial(engine.rows, loss_fn, params, batch, positions)
         if not positions:
-            return ordinary()
+            return self.inner.rows(loss_fn, params, batch, positions)
         leaves, structure = pytree.tree_flatten(batch)
         given = (*params.values(), *leaves)
         how = in_lockstep(), is_exact(given[0].device), torch.get_default_dtype()
@@ -223,12 +220,15 @@ class CapturedGrad:
         inputs, state = [value.detach() for value in given], torch.default_generator.get_state()
         recording = shape.replays()
         if recording is not None:
+            ordinary = partial(_from_state, state, partial(self.inner.rows, loss_fn, params, batch, positions))
             try:
-                return Replayed(recording, recording.norms(inputs, positions), partial(_from_state, state, ordinary))
+                return Replayed(recording, recording.norms(inputs, positions), ordinary)
             except ORDINARY as error:  # an ordinary pass says what is wrong with this batch
                 refuse_out_of_memory(error)
                 torch.default_generator.set_state(state)
-        per_sample = ordinary()
+        read: list[str] = []
+        engine = replace(self.inner, on_pass=lambda result: read.append(result.reads))
+        per_sample = engine.rows(loss_fn, params, batch, positions)
         shape.passed(self.inner.decision(loss_fn))
         if shape.why_not is None:
             shape.decide(self._why_not(loss_fn, given, how, any(read), len(of_loss)))
