@@ -89,8 +89,7 @@ def rehearse(
         if total:
             with tried("a step that works", _ENDED):
                 dp_step.clipped_grad(params, collate(read(dataset, [0])), key=_KEY)
-        # of zeros and ones fewer digits, or a parameter that begins anew, would not be seen
-        made_up = {name: value.detach() + 0.01 * (1 + value.detach().abs()) for name, value in params.items()}
+        made_up = {name: moved(value.detach()) for name, value in params.items()}
         if evaluate is not None:
             with tried("evaluate that works", _ENDED):
                 evaluate(made_up)
@@ -146,6 +145,11 @@ def _refusal(error: Exception, place: str) -> InvalidArgument:
 
 def _is_same(written: Tensor, found: Tensor | None) -> bool:
     return found is not None and torch.equal(written.cpu(), found.detach().cpu().to(written.dtype))
+
+
+def moved(value: Tensor) -> Tensor:
+    """A parameter plus `0.01 (1 + |value|)`: of zeros and ones lost digits, or a new beginning, would not be seen."""
+    return value + 0.01 * (1 + value.abs())
 
 
 @contextmanager

@@ -251,7 +251,7 @@ def _assumptions(values: Values) -> list[dict[str, Any]]:
         "No row changes the gradient of another.": how["rows"] in ROWS[:2],
     }
     if values["earlier"] or OTHER_STEPS in claim["not_covered"]:  # this run shows nothing of other steps
-        of_run = {says: value and None for says, value in of_run.items()}
+        of_run = {says: False if value is False else None for says, value in of_run.items()}
     met = of_run | {
         "Delta is below 1 / number of records.": claim["delta_below_one_over_records"],
         "Epsilon is within the budget of the plan.": budget is None or claim["epsilon"] <= budget * (1 + ROUNDING),

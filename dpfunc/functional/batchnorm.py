@@ -67,7 +67,7 @@ def replace_batchnorm(module: nn.Module, max_groups: int = 32) -> nn.Module:
 
 
 def _lost(norm: _BatchNorm) -> list[str]:
-    """What a layer has that its replacement has not: code, hooks, parts and parameters of its own."""
+    """Names of code, hooks, children and parameters of a layer that GroupNorm would not have."""
     kind, own = type(norm), vars(norm)
     in_timm = _goes_on(norm)
     plain = kind.forward in _PLAIN_FORWARDS or in_timm

@@ -236,7 +236,7 @@ def mechanism_of_draw(run: Run, draw: Draw, init: Callable[[Params], Any] = lamb
 
 
 def with_noise(mechanism: Mechanism, clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
-    """What a mechanism releases, and its next state; an error where it returns other names, dtypes or shapes."""
+    """Add noise by a mechanism, and refuse other names, dtypes or shapes than the sums have; its next state, too."""
     released, after = mechanism.add(clipped, state, turn)
     wanted, got = (
         {name: f"{value.dtype} {tuple(value.shape)}" for name, value in sums.items()}

@@ -21,6 +21,7 @@ from dpfunc.hf._facts import evaluating
 from dpfunc.hf.chats import MADE_UP
 from dpfunc.hf.pairs import MADE_UP_PAIR
 from dpfunc.hf.tasks import make_loss_fn
+from dpfunc.rehearsal import moved
 from dpfunc.train._dataset import collator, columns_of, learnt_columns, record_of, with_features
 from dpfunc.train._features import Front, load_features, save_features
 from dpfunc.train._model import load_base, load_processing, one_line
@@ -37,13 +38,13 @@ _DECIMALS = 2e-2  # of losses, which may be computed on two devices, or in bfloa
 def rehearse_saving(job: Job, model: Any, processing: Any) -> None:
     """Save the model before its first step, read it back with another seed, and compare: as at the end of a run.
 
-    Meanwhile trained parameters are larger by about 1 %: of zeros and ones a loss, or fewer digits, would not be seen.
+    Meanwhile trained parameters are moved by about 1 %.
     """
     if job.strategy == "qlora" and not torch.accelerator.is_available():
         return  # bitsandbytes packs the weights of a model that is evaluated, and gradients no longer pass
     trained = {parameter: parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad}
     try:
-        _set({parameter: value + 0.01 * (1 + value.abs()) for parameter, value in trained.items()})
+        _set({parameter: moved(value) for parameter, value in trained.items()})
         with TemporaryDirectory() as name:
             save_model(Path(name) / "model", job, model, processing, kept="Nothing was spent")
     finally:
