@@ -30,7 +30,7 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import fsdp
 from dpfunc.functional.forward import check_params
 from dpfunc.functional.modules import functionalize, unwrapped
-from dpfunc.functional.names import outermost, pattern, select
+from dpfunc.functional.names import chosen_names, first_names, outermost, select
 from dpfunc.functional.refused import refuse_unsupported
 from dpfunc.lora import LoRA
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
@@ -167,16 +167,18 @@ def _shard(
 
 
 def _layer_names(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
-    names = list(dict(module.named_modules()))[1:]  # without the module itself
+    every = first_names(module.named_modules(remove_duplicate=False))
+    del every[""]  # the module itself
+    names = [name for name, first in every.items() if name == first]
     if layers is None:
         lists = outermost(name for name in names if isinstance(module.get_submodule(name), nn.ModuleList))
-        return [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
-    if isinstance(layers, str):
-        found = outermost(filter(pattern("layers", layers).search, names))
-    else:
-        found = list(filter(layers.__contains__, names))
-        if unknown := set(layers) - set(names):
-            raise InvalidArgument(f"Expected names of layers, got unknown {shorten(sorted(unknown))}.")
+        inside = [f"{name}.{index}" for name in lists for index, _ in module.get_submodule(name).named_children()]
+        return [name for name in inside if every[name] == name]
+    chosen = chosen_names("layers", layers, every, "layer")
+    if unknown := chosen.keys() - every:
+        raise InvalidArgument(f"Expected names of layers, got unknown {shorten(sorted(unknown))}.")
+    found = [name for name in names if name in chosen]
+    found = outermost(found) if isinstance(layers, str) else found
     expect(found, "at least one layer", "layers", layers, f"The names begin {shorten(names)}.")
     return found[::-1]  # parts of others first
 

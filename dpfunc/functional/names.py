@@ -38,6 +38,27 @@ def pattern(name: str, expression: str) -> re.Pattern[str]:
         raise InvalidArgument(f"Expected a regular expression, got {name}={expression!r}: {error}.") from error
 
 
+def first_names(named: Iterable[tuple[str, object]]) -> dict[str, str]:
+    """Each name, and the first one of the same parameter or module, from pairs with all names of each."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(each), name) for name, each in named}
+
+
+def chosen_names(argument: str, wanted: str | Sequence[str], every: Mapping[str, str], kind: str) -> dict[str, None]:
+    """The names that an expression finds among `first_names`, or those of a list; none alone that is not a first one.
+
+    Args:
+        argument: its name, for messages. kind: what has the names: "parameter" or "layer".
+    """
+    expression = pattern(argument, wanted) if isinstance(wanted, str) else None
+    found = dict.fromkeys(wanted if expression is None else filter(expression.search, every))
+    if others := [f"{name!r} is {every[name]!r}" for name in found if every.get(name, name) not in found]:
+        raise InvalidArgument(
+            f"Expected each {kind} under its first name, got another one: {shorten(others)}. Choose that one, or none."
+        )
+    return found
+
+
 def select(module: nn.Module, trainable: str | Sequence[str] | None) -> dict[str, Tensor]:
     """The trainable parameters of a module, in its order, each tensor once and under its first name."""
     named = dict(module.named_parameters())
@@ -66,28 +87,15 @@ def _chosen(
     if trainable is None:
         requiring = [name for name, param in named.items() if param.requires_grad]
         return requiring, "All parameters are frozen: name the trainable ones."
-    first_name = {id(param): name for name, param in named.items()}
-    every = {name: first_name[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
-    if isinstance(trainable, str):
-        wanted = dict.fromkeys(filter(pattern("trainable", trainable).search, every))
-        hint = f"No name matches the regular expression {trainable!r}."
-    else:
-        wanted, hint = dict.fromkeys(trainable), "The list of names is empty."
-    if unknown := [name for name in wanted if every.get(name) not in wanted]:
-        raise _unknown(every, unknown)
+    every = first_names(module.named_parameters(remove_duplicate=False))
+    wanted = chosen_names("trainable", trainable, every, "parameter")
+    if unknown := [name for name in wanted if name not in every]:
+        close = [match for name in unknown for match in difflib.get_close_matches(name, named, n=2)]
+        hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(list(named))}."
+        raise InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
+    is_text = isinstance(trainable, str)
+    hint = f"No name matches the regular expression {trainable!r}." if is_text else "The list of names is empty."
     return [name for name in named if name in wanted], hint
-
-
-def _unknown(every: Mapping[str, str], unknown: Sequence[str]) -> InvalidArgument:
-    """The error for names that no parameter has, or that are another name of one that was not chosen by its first."""
-    if tied := [f"{alias!r} is {every[alias]!r}" for alias in unknown if alias in every]:
-        return InvalidArgument(
-            f"Expected each parameter under its first name, got a tied one: {shorten(tied)}. Choose that one, or none."
-        )
-    names = [name for name, first in every.items() if name == first]
-    close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=2)]
-    hint = f"Did you mean {shorten(close)}?" if close else f"The names begin {shorten(names)}."
-    return InvalidArgument(f"Expected names of parameters, got unknown {shorten(unknown)}. {hint}")
 
 
 def storage_places(module: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -31,7 +31,7 @@ from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional.copies import copied, uncopied
 from dpfunc.functional.forward import Forward, check_params
 from dpfunc.functional.modules import function_of, unwrapped
-from dpfunc.functional.names import pattern, select
+from dpfunc.functional.names import chosen_names, first_names, select
 from dpfunc.rng import Key, fold_in, insecure_key, stream
 from dpfunc.types import Params
 
@@ -198,16 +198,15 @@ def attach(
 def _select_layers(module: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
     """The layers that a regular expression or a list of names selects; each object once, in the module's order."""
     candidates = {name: layer for name, layer in module.named_modules() if name and adaptable(layer)}
-    if isinstance(targets, str):
-        chosen = set(filter(pattern("targets", targets).search, candidates))
-    else:
-        chosen = set(targets)
-        for name in targets:
-            if name not in candidates:
-                raise fail(
-                    "targets to be names of Linear, Embedding, Conv2d or Conv1D layers", "targets", name,
-                    _hint(name, dict(module.named_modules()), candidates),
-                )  # fmt: skip
+    every = first_names(module.named_modules(remove_duplicate=False))
+    names = {name: first for name, first in every.items() if first in candidates}
+    chosen = chosen_names("targets", targets, names, "layer")
+    for name in chosen:
+        if name not in names:
+            raise fail(
+                "targets to be names of Linear, Embedding, Conv2d or Conv1D layers", "targets", name,
+                _hint(name, dict(module.named_modules()), candidates),
+            )  # fmt: skip
     expect(chosen, "targets to select a layer", "targets", targets, f"Layers: {shorten(list(candidates))}.")
     layers = {name: layer for name, layer in candidates.items() if name in chosen}
     if own := [f"{name} ({type(layer).__name__})" for name, layer in layers.items() if not _is_plain(layer)]:

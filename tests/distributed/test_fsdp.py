@@ -6,7 +6,11 @@ import importlib.util
 
 import pytest
 from sharded_cases import check, close, expected
+from torch import nn
 from workers import _pool, outcomes, run
+
+from dpfunc.distributed.fsdp import _layer_names
+from dpfunc.errors import InvalidArgument
 
 CASES = [
     # processes, way, engine, microbatch size, options of the model, tolerance
@@ -19,6 +23,18 @@ CASES = [
     (4, "helper", "auto", None, {"hsdp": True}, 1e-6),
 ]
 MANAGED = [(2, 2, {"gradient_checkpointing": True}), (4, None, {"hsdp": True})]  # processes, microbatch size, options
+
+
+def test_a_layer_with_two_names_is_divided_once():
+    """`fully_shard` takes no layer twice; an expression that finds it by its second name alone left it out in silence."""
+    shared = nn.Linear(2, 2)
+    module = nn.ModuleDict({"one": nn.ModuleList([shared]), "two": nn.ModuleList([nn.Linear(2, 2), shared])})
+    assert _layer_names(module, None) == ["one.0", "two.0"]
+    assert _layer_names(module, r"\.") == ["two.0", "one.0"]  # parts of others first
+    with pytest.raises(InvalidArgument, match="'two.1' is 'one.0'"):
+        _layer_names(module, r"two\.")
+    with pytest.raises(InvalidArgument, match="got unknown"):
+        _layer_names(module, ["two.0", ""])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*case[1:3], *case[4]]))

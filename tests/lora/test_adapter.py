@@ -116,6 +116,27 @@ def test_bad_arguments(name):
         attach(TinyTransformer(), **{"targets": ["encoder.linear1"], **changes})
 
 
+class TwoNames(nn.Module):
+    """The decoder has a layer of its own, and one that is the encoder's."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(4, 4)])
+        self.decoder = nn.ModuleList([nn.Linear(4, 4), self.encoder[0]])
+
+    def forward(self, x):
+        return self.decoder[1](self.decoder[0](self.encoder[0](x)))
+
+
+@pytest.mark.parametrize("targets", [r"decoder\.", ["decoder.0", "decoder.1"]])
+def test_a_shared_layer_is_chosen_by_its_first_name(targets):
+    """It was left out in silence where an expression finds it by another one; its other names may stand beside it."""
+    with pytest.raises(InvalidArgument, match=r"each layer under its first name.*'decoder.1' is 'encoder.0'"):
+        attach(TwoNames(), targets)
+    adapter = attach(TwoNames(), r"coder\.")
+    assert sorted(adapter.params) == [f"{name}.lora_{part}" for name in ("decoder.0", "encoder.0") for part in "AB"]
+
+
 def test_what_is_kept_can_be_compared_and_scales_by_rank():
     config = LoRAConfig(["a", "b"], 4, 6)
     assert config == LoRAConfig(("a", "b"), 4, 6.0)
