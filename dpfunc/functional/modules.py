@@ -95,8 +95,8 @@ def functionalize(
         InvalidArgument: no parameter selected, unknown names, or parameters that are not floating; from `forward` also
             params with other names or shapes, or of two modules in one call of a loss.
         UnsupportedModel: BatchNorm in training mode, gradient checkpointing, a forward that writes buffers, or trained
-            parameters that `fully_shard` or ZeRO-3 manage. Where torch.compile traces `forward`, checkpointing and
-            writes are not seen: writes into buffers are thrown away.
+            parameters that have hooks or that `fully_shard` or ZeRO-3 manage. Where torch.compile traces `forward`,
+            checkpointing and writes are not seen: writes into buffers are thrown away.
 
     Guarantees:
         the module is bit-identical afterwards, tied and shared layers included
@@ -120,6 +120,12 @@ def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None)
     refuse_unsupported(module)
     chosen = select(module, trainable)
     fsdp.refuse_managed(module, chosen)
+    if hooked := [name for name, p in chosen.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise UnsupportedModel(
+            f"Expected trained parameters without hooks, got some on {shorten(hooked)}: gradients are those of copies, "
+            "for which no hook runs, so that a mask or a projection in it would be left out. Take the hooks off, and "
+            "apply what they do to the released gradients, which costs nothing."
+        )
     stay = fsdp.constant(module) | chosen.keys()
     others = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in stay}
     buffers = dict(module.named_buffers())

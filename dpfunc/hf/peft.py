@@ -140,6 +140,12 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
         (kind == "ADALORA", UnsupportedModel(
          "AdaLoRA moves ranks between layers by the gradients of the batch, before any noise. Use LoRA, with "
          "rank_pattern for ranks that differ.")),
+        (kind == "CPT", UnsupportedModel(
+         "CPT begins with the tokens of examples, and writes them into adapter_config.json, without noise. Use prompt "
+         "tuning, from a text that is public.")),
+        (getattr(config, "use_asa", False), UnsupportedModel(
+         "AdaMSS with use_asa freezes parts of the adapter during a run, by gradients in the module, where a private "
+         "step leaves none. Set use_asa=False.")),
         (getattr(config, "velora_config", None) is not None, UnsupportedModel(
          "VeLoRA compresses activations by averages over the batch, which mixes its samples. Set velora_config=None.")),
         (getattr(config, "target_parameters", None), UnsupportedModel(

@@ -37,6 +37,17 @@ def test_modules_that_cannot_work_are_refused(make, message):
         functionalize(make())
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_trained_parameters_are_refused(register):
+    """One that trains some rows of a table alone was left out in silence: all rows got noise."""
+    module = nn.Embedding(4, 2)
+    handle = getattr(module.weight, register)(lambda grad: None)
+    with pytest.raises(UnsupportedModel, match="hooks, got some on weight.*to the released gradients"):
+        functionalize(module)
+    handle.remove()
+    functionalize(module)
+
+
 def test_batchnorm_switched_on_later_is_refused():
     module = batchnorm_model().eval()
     forward, params = functionalize(module)

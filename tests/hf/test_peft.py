@@ -219,6 +219,15 @@ REFUSED = {
     ),
     "EVA": (lambda: says(adapted("LoRA"), init_lora_weights="eva"), InvalidArgument, "initialized_on_public_data"),
     "parameters": (lambda: says(adapted("LoRA"), target_parameters=["weight"]), UnsupportedModel, "Use target_modules"),
+    "CPT": (
+        lambda: made(config("CPTConfig", cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], **TASK)),
+        UnsupportedModel, "tokens of examples",
+    ),
+    "OSF": (
+        lambda: made(config("OSFConfig", effective_rank=2, target_modules=["q_proj"], **TASK)),
+        UnsupportedModel, "hooks, got some on .*U_low.*apply what they do to the released gradients",
+    ),
+    "AdaMSS": (lambda: says(adapted("LoRA"), use_asa=True), UnsupportedModel, "use_asa=False"),
     "VeLoRA": (lambda: says(adapted("LoRA"), velora_config=object()), UnsupportedModel, "averages over the batch"),
 }  # fmt: skip
 
