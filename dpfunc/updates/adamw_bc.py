@@ -20,7 +20,10 @@ def _betas(name: str, value: Any) -> tuple[float, ...]:
 _SETTINGS = {
     "lr": positive, "betas": _betas, "eps": positive, "weight_decay": non_negative, "noise_std": non_negative
 }  # fmt: skip
-_OF_TORCH = ("params", "param_names", "initial_lr")  # initial_lr: what schedulers of torch need to go on
+# What torch has in a group beside settings; the rates and momenta are those of its schedules.
+_OF_TORCH = (
+    "params", "param_names", "initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"
+)  # fmt: skip
 
 
 @named
@@ -73,11 +76,7 @@ class AdamWBC(torch.optim.Optimizer):
         Args:
             param_group: `params`, and settings of this class.
         """
-        for name in param_group:
-            expect(
-                name in _SETTINGS or name in _OF_TORCH, "settings of AdamWBC in a group", "setting", name,
-                suggestion(name, _SETTINGS),
-            )  # fmt: skip
+        _check_names(param_group)
         checked = {name: check(name, param_group[name]) for name, check in _SETTINGS.items() if name in param_group}
         super().add_param_group({**param_group, **checked})
 
@@ -110,6 +109,7 @@ class AdamWBC(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            _check_names(group)
             noise = non_negative("noise_std", group["noise_std"])
             for param in group["params"]:
                 if param.grad is not None:
@@ -132,6 +132,14 @@ class AdamWBC(torch.optim.Optimizer):
         value.mul_(1 - group["lr"] * group["weight_decay"])
         value.addcdiv_(state["exp_avg"], moment.sqrt_().add_(group["eps"]), value=-group["lr"] / (1 - first**step))
         param.copy_(value)
+
+
+def _check_names(group: dict[str, Any]) -> None:
+    for name in group:
+        expect(
+            name in _SETTINGS or name in _OF_TORCH, "settings of AdamWBC in a group", "setting", name,
+            suggestion(name, _SETTINGS),
+        )  # fmt: skip
 
 
 def _wide(param: Tensor) -> torch.dtype:

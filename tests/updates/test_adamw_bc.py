@@ -82,6 +82,23 @@ def test_the_noise_is_taken_out():
     assert float((state["exp_avg_sq"].mean() - state["phi"]) / held) == pytest.approx(4.0, rel=0.05)
 
 
+def test_a_misspelt_setting_of_a_group_is_refused():
+    """Also one that is written between steps, or comes of a checkpoint; what schedules write is none."""
+    w = fresh()
+    optimizer = AdamWBC([w], lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+    steps(optimizer, w, gradients(2))
+    schedule.step()
+    before = w.detach().clone()
+    optimizer.param_groups[0]["noise_sdt"] = 0.5
+    again = AdamWBC([fresh()])
+    again.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, again):
+        with pytest.raises(InvalidArgument, match=r"got setting='noise_sdt'. Did you mean 'noise_std'"):
+            steps(each, w, gradients(1))
+    assert torch.equal(w, before)
+
+
 def test_its_state_goes_on():
     """By `state_dict`, as for any optimizer of torch; groups have noise of their own."""
     grads = gradients(10)
