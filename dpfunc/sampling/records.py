@@ -6,9 +6,10 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 import copy
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from pickle import PickleError
 from typing import Any
 
@@ -173,7 +174,9 @@ def _(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
 
 @_contents.register
 def _(value: bool | int | float | str | bytes | PurePath | None, state: hashlib.blake2b) -> None:
-    state.update(repr(value).encode())
-    if isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES) and Path(value).is_file():
-        with open(value, "rb") as file:  # a file that the record names
+    # a file that the record names: by its contents and its own name, wherever its folder is
+    names_file = isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES) and os.path.isfile(value)
+    state.update(repr(PurePath(str(value)).name if names_file else value).encode())
+    if names_file:
+        with open(str(value), "rb") as file:
             state.update(hashlib.file_digest(file, "sha256").digest())

@@ -57,6 +57,28 @@ def test_images_that_records_name_are_part_of_them(tmp_path, record):
     assert data_name([record(file)]) != before
 
 
+@pytest.mark.parametrize("record", [lambda path: {"image": str(path)}, lambda path: Asked(path, "what?")])
+def test_images_are_recognised_at_another_place(tmp_path, record):
+    """By their contents and names: a folder that is mounted elsewhere was another data set."""
+    names = set()
+    for folder, name, pixels in (
+        ("a", "1.png", b"1"),
+        ("b", "1.png", b"1"),
+        ("a", "2.png", b"1"),
+        ("c", "1.png", b"2"),
+    ):
+        file = tmp_path / folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(pixels)
+        names.add(data_name([record(file)]))
+    assert len(names) == 3
+
+
+def test_a_long_text_that_ends_like_the_name_of_an_image_is_a_text():
+    """No system call can take it; the error would have quoted the record."""
+    assert data_name(["word " * 2000 + "cat.png"]) != data_name(["word " * 2000 + "dog.png"])
+
+
 def test_texts_between_types_are_not_confused():
     names = {data_name([value]) for value in ([1, 2], (1, 2), [1, 2.0], [[1], 2], [True, 2], ["1", 2], "12", [12])}
     assert len(names) == 8
