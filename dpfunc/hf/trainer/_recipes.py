@@ -26,7 +26,8 @@ PHYSICAL = 64  # records differentiated at once where nobody says how many
 # What a recipe decides, besides the two sizes of batches. Trainer has one rate; a new head gets its own.
 _DECIDED = (
     "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "optim", "weight_decay", "lr_scheduler_type", "warmup_steps",
+    "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
 )  # fmt: skip
 _SHORT = 0.2  # of the sum of a recipe's rates, below which a run of Adam hardly leaves its start
 

@@ -232,6 +232,13 @@ _UPLOADS = (
     ("flyte", "", "always", ()),
 )
 
+# Loggers that are told so when they are made: the attribute, and values with which they send none.
+_TOLD: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "neptune": ("_log_checkpoints", OFF),
+    "dvclive": ("_log_model", (*OFF, "true")),
+    "wandb": ("_log_model", (*OFF, "end")),
+}
+
 # Methods of the Trainer on which privacy depends, and what to do instead of overriding them.
 _OVERRIDES = {
     "compute_loss": _LOSS,
@@ -349,8 +356,9 @@ def refuse_uploads(args: Any, environment: Mapping[str, str], callbacks: Iterabl
         kind = f"the callback {type(callback).__name__}"
         names = [name for name, known in INTEGRATION_TO_CALLBACK.items() if isinstance(callback, known)]
         loggers = {**dict.fromkeys(names, kind), **loggers}
-        if saving and "neptune" in names and getattr(callback, "_log_checkpoints", None):
-            found.append((f"{kind} with log_checkpoints", "Leave log_checkpoints out"))
+        for attribute, harmless in (_TOLD[name] for name in names if saving and name in _TOLD):
+            if word(getattr(callback, attribute, None)) not in harmless:
+                found.append((f"{kind} with {attribute[1:]}", f"Leave {attribute[1:]} out"))
     for name, variable, default, harmless in _UPLOADS:
         value = environment.get(variable, default)
         if saving and name in loggers and word(value) not in harmless:
@@ -383,15 +391,6 @@ def refuse_model(model: nn.Module) -> None:
         raise UnsupportedModel(f"Expected the model itself, got it wrapped in {type(model).__name__}.")
     refuse_narrow_range({name: param for name, param in model.named_parameters() if param.requires_grad})
     refuse_unsupported(model, checkpointing=True)
-
-
-def refuse_frozen(params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that were frozen since the run began: a step would train them, and spend, all the same."""
-    frozen = shorten([name for name, param in params.items() if not param.requires_grad])
-    refuse((frozen,
-            f"Expected the parameters with which the run began to require gradients, got [{frozen}] frozen in it, e.g. "
-            "by a callback: a private run trains the same ones in each step. Freeze them before train(). The step was "
-            "not taken, and spent nothing."))  # fmt: skip
 
 
 def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:

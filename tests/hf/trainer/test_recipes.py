@@ -93,7 +93,8 @@ def test_what_was_given_is_kept_or_refused(tmp_path):
     for name, value in (
         ("learning_rate", 1e-4), ("max_steps", 10), ("num_train_epochs", 5.0), ("per_device_train_batch_size", 16),
         ("gradient_accumulation_steps", 2), ("optim", "sgd"), ("weight_decay", 0.1), ("warmup_steps", 3),
-        ("lr_scheduler_type", "cosine"),
+        ("lr_scheduler_type", "cosine"), ("lr_scheduler_kwargs", {"last_epoch": -1}), ("adam_beta1", 0.5),
+        ("adam_beta2", 0.9), ("adam_epsilon", 1e-3), ("optim_args", "betas=0.5"), ("optim_target_modules", ["q_lin"]),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=rf"Expected {name} to be left out with dp_recipe"):
             trainer(tmp_path, model, changes={name: value}, dp_recipe="head")

@@ -351,17 +351,19 @@ def test_loggers_that_send_checkpoints(tmp_path, monkeypatch, logger, values, al
         trainer_of(pushed, classifier())
 
 
-@pytest.mark.parametrize("name", ["wandb", "neptune"])
+@pytest.mark.parametrize("name", ["wandb", "neptune", "dvclive"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_logger_among_the_callbacks_sends_no_checkpoint(tmp_path, monkeypatch, name, late):
     """As those of `report_to`, whoever has made it, and whenever the Trainer has got it."""
-    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    if late:
+        monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
 
     class Mine(INTEGRATION_TO_CALLBACK[name]):
         _log_checkpoints, _volatile_checkpoints_dir, _run, _stop_run_if_exists = "last", None, None, lambda self: None
 
         def __init__(self):
             """No package of a logger is here."""
+            self._log_model = {"wandb": "checkpoint", "dvclive": "all"}.get(name)
 
     given = {} if late else {"callbacks": [Mine()]}
     args = training_arguments(tmp_path, save_strategy="steps", max_steps=2)
