@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils import _pytree as pytree
 from transformers import EvalPrediction, TrainerControl
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
@@ -27,7 +28,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import evaluating, quantised_layers
 from dpfunc.hf.trainer._data import evaluated
-from dpfunc.hf.trainer._run import made_up_logs, trainable, without_words
+from dpfunc.hf.trainer._run import in_training_mode, made_up_logs, trainable, without_words
 from dpfunc.hf.trainer._saved import check_read_back, silent
 from dpfunc.hf.trainer._settings import changed, refuse_optimizer
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT, tried
@@ -203,17 +204,17 @@ def refuse_callbacks(callbacks: Sequence[Any]) -> None:
 def put_back(trainer: Any, params: Mapping[str, Tensor]) -> Iterator[None]:
     """Context with an optimizer, after which a Trainer and its parameters are what they were, and have no gradients.
 
-    Of an optimizer: its `state`, its groups and its attributes that are numbers or text.
+    Of an optimizer, and of those inside of it: `state`, groups and attributes that are numbers or text.
     """
     own = {name: getattr(trainer, name) for name in _REPLACED}
     if trainer.optimizer is None:
         trainer.create_optimizer()
-    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    optimizer, scheduler, made = trainer.optimizer, trainer.lr_scheduler, _optimizers(trainer.optimizer)
     values = {name: param.detach().clone() for name, param in params.items()}
-    same = {id(param): param for group in optimizer.param_groups for param in group["params"]}  # are not copied
-    kept = copy.deepcopy([dict(table) for table in (optimizer.state, *optimizer.param_groups)], same)
-    inner = vars(getattr(optimizer, "optimizer", optimizer))
-    plain = {name: value for name, value in inner.items() if isinstance(value, (int, float, str))}
+    tables = [table for each in made for table in (each.state, *each.param_groups)]
+    same = {id(param): param for each in made for group in each.param_groups for param in group["params"]}
+    kept = copy.deepcopy([dict(table) for table in tables], same)  # parameters are not copied
+    attributes = [dict(vars(each)) for each in made]
     schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
     try:
         yield
@@ -221,14 +222,24 @@ def put_back(trainer: Any, params: Mapping[str, Tensor]) -> Iterator[None]:
         if schedule is not None:
             scheduler.load_state_dict(schedule)
         optimizer.zero_grad()
-        inner.update(plain)
-        for table, before in zip((optimizer.state, *optimizer.param_groups), kept, strict=True):
+        for each, own_before in zip(made, attributes, strict=True):
+            vars(each).update({name: v for name, v in own_before.items() if isinstance(v, (int, float, str))})
+        for table, before in zip(tables, kept, strict=True):
             table.clear()
             table.update(before)
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(values[name])
         vars(trainer).update(own)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """An optimizer, and those that it or one of them keeps: of Accelerate, of a look-ahead, several as one."""
+    found = [optimizer]
+    for each in found:  # which grows
+        inside = pytree.tree_leaves([*vars(each).values()])
+        found += [o for o in inside if isinstance(o, torch.optim.Optimizer) and all(o is not known for known in found)]
+    return found
 
 
 def rehearse_step(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any, limit: int) -> None:
@@ -239,6 +250,7 @@ def rehearse_step(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any, 
     """
     set_grads(params, {name: torch.full_like(param, _GRADIENT) for name, param in params.items()})
     with tried("an optimizer that steps"):
+        in_training_mode(optimizer)
         optimizer.step()
     by_itself = not isinstance(scheduler, ReduceLROnPlateau) and type(scheduler).__name__ != "GreedyLR"
     rates: list[list[float]] = []

@@ -5,7 +5,7 @@ May import: its folder, budget, evidence, rehearsal, release and below. Privacy 
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers import trainer as trainers
 from transformers.trainer_callback import ProgressCallback, TrainerCallback, tqdm
 
 from dpfunc import distributed
-from dpfunc._utils.validation import shorten
+from dpfunc._utils.validation import refuse, shorten
 from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import Record
@@ -61,7 +61,7 @@ class Start:
 class Run:
     """A run under way. `params` are the model's own parameters, which the optimizer changes in place.
 
-    A checkpoint between a private step and the optimizer's is one of the state before both.
+    A checkpoint between a private step and the optimizer's is one of the state before both. `places`: see `places_of`.
     """
 
     dp_step: DPStep
@@ -69,6 +69,7 @@ class Run:
     state: StepState
     previous: StepState
     start: Start
+    places: tuple[tuple[str, Mapping[str, Any], str, Tensor | None], ...] = field(repr=False)
 
     def at(self, step: int) -> StepState:
         """The state before this step: the present one, or the earlier one if the optimizer has not stepped yet."""
@@ -171,6 +172,40 @@ def mean_loss(losses_B: Tensor, ranks: Ranks | None) -> Tensor:
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The model's own parameters that are trained: which require gradients; in PEFT of the active adapter."""
     return select(model, None if base_model(model) is model else peft.trainable(model))
+
+
+def places_of(model: nn.Module, params: Params) -> tuple[tuple[str, Mapping[str, Any], str, Tensor | None], ...]:
+    """For `refuse_changed`: of each trained or frozen parameter its name, its place in a module, and itself if trained.
+
+    What requires gradients and is not trained, as other adapters may, is left out.
+    """
+    found = []
+    for name, param in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        if name in params or not param.requires_grad:
+            found.append((name, model.get_submodule(owner)._parameters, attribute, params.get(name)))
+    return tuple(found)
+
+
+def refuse_changed(places: Iterable[tuple[str, Mapping[str, Any], str, Tensor | None]]) -> None:
+    """Refuse other trained parameters than those with which the run began, which are what each step trains and pays."""
+    changed = [
+        name for name, table, attribute, trained in places
+        if getattr(table.get(attribute), "requires_grad", False) != (trained is not None)
+        or (trained is not None and table[attribute] is not trained)
+    ]  # fmt: skip
+    refuse(
+        (changed,
+         f"Expected the parameters that were trained when the run began, got [{shorten(changed)}] frozen, unfrozen or "
+         "replaced in it, e.g. by a callback: a private run trains the same ones in each step. Choose them before "
+         "train(). The step was not taken, and spent nothing."),
+    )  # fmt: skip
+
+
+def in_training_mode(optimizer: Any) -> None:
+    """Put a schedule-free optimizer into training mode, in which alone it steps; others have none."""
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
 
 
 def as_function(

@@ -495,7 +495,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             if start.resumed is None
             else start.resumed.state
         )
-        return runs.Run(dp_step, params, state, state, start)
+        return runs.Run(dp_step, params, state, state, start, runs.places_of(model, params))
 
     def _dp_step(self, params: dict[str, Tensor], journal: Journal | None) -> DPStep:
         """The private step of the model, which is in training mode after it."""
@@ -537,15 +537,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if run is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # of Trainer
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
-            self.optimizer.train()
+        runs.in_training_mode(self.optimizer)
         before = run.at(self.state.global_step)
-        settings.refuse_frozen(run.params)
         if before.step == 0 and run.start.resumed is None:
             self._begun(model, run)
         batch = dict(self._prepare_inputs(inputs))
         params = {name: param.detach() for name, param in run.params.items()}
         with fsdp.settled(self.model), runs.without_words(run.dp_step.clipped_grad.loss_fn, params, batch):
+            runs.refuse_changed(run.places)
             grads, state, unreleased = run.dp_step(params, batch, before, mask_B=self._mask(batch, before))
         set_grads(run.params, grads)
         self._run = replace(run, state=state, previous=before)

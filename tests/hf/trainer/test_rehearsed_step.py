@@ -37,6 +37,36 @@ class Attributes(torch.optim.SGD):
                 param.data.sub_(0.1 * self.calls * param.grad)
 
 
+class Ahead(torch.optim.Optimizer):
+    """An optimizer around another one, whose state is not its own."""
+
+    def __init__(self, params):
+        self.inside = [torch.optim.SGD(params, lr=0.5, momentum=0.9)]
+        super().__init__(self.inside[0].param_groups, {})
+
+    def step(self, closure=None):
+        self.inside[0].step()
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer that steps in training mode only, which it does not begin in."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.5)
+        self.eval()
+
+    def train(self):
+        self.param_groups[0]["train_mode"] = True
+
+    def eval(self):
+        self.param_groups[0]["train_mode"] = False
+
+    def step(self, closure=None):
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("Optimizer was not in train mode when step is called.")
+        super().step()
+
+
 def trainer_of(folder, optimizer=None, schedule=None, privacy=NOISY, **options):
     """A run of six steps; the optimizer is of its own kind, or the Trainer's."""
     model = classifier(dropout=0.0)
@@ -91,6 +121,8 @@ SOUND = {  # name -> optimizer, schedule, arguments
     "RMSprop of the Trainer": (None, None, {"optim": "rmsprop", "lr_scheduler_type": "cosine"}),
     "a plateau": (None, None, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}),
     "attributes": (Attributes, None, {}),
+    "an optimizer in another one": (Ahead, None, {}),
+    "a schedule-free one": (ScheduleFree, None, {}),
     "a momentum": (lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9), lambda made: lr_scheduler.OneCycleLR(made, 0.5, total_steps=STEPS + 1), {}),
     "several schedules": (sgd, lambda made: lr_scheduler.SequentialLR(made, [lr_scheduler.LinearLR(made), lr_scheduler.ExponentialLR(made, 0.5)], [3]), {}),
     "no rate at all": (None, None, {"learning_rate": 0.0}),

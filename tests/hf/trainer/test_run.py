@@ -36,15 +36,25 @@ DATA = cases.labelled()
 JOURNAL = files.JOURNAL
 
 
-def test_parameters_that_a_callback_freezes_end_the_run(tmp_path):
-    """They were trained all the same, and in silence; the step is not taken."""
+def replace_bias(model):
+    model.classifier.bias = nn.Parameter(model.classifier.bias.detach().clone())
+
+
+CHANGES = {
+    "freezes": (lambda model: model.classifier.requires_grad_(False), "classifier.weight, classifier.bias"),
+    "unfreezes": (lambda model: model.bert.embeddings.requires_grad_(True), "bert.embeddings.word_embeddings.weight"),
+    "replaces": (replace_bias, "classifier.bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_a_callback_changes_end_the_run(tmp_path, change):
+    """Frozen ones were trained all the same; others would have had no gradient, in silence. The step is not taken."""
+    act, names = CHANGES[change]
     model = cases.classifier()
-
-    def freeze(*_):
-        model.classifier.requires_grad_(False)
-
-    trainer = cases.private(model, tmp_path, callbacks=[cases.at("on_step_end", freeze, 2)])
-    with pytest.raises(InvalidArgument, match=r"got \[classifier.weight, classifier.bias\] frozen .* spent nothing"):
+    model.bert.embeddings.requires_grad_(False)
+    trainer = cases.private(model, tmp_path, callbacks=[cases.at("on_step_end", lambda *_: act(model), 2)])
+    with pytest.raises(InvalidArgument, match=rf"got \[{names}.*\] frozen, unfrozen or replaced .* spent nothing"):
         trainer.train()
     assert trainer.ledger.num_steps == 2
 
