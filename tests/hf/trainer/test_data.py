@@ -17,7 +17,7 @@ from transformers import FNetConfig, FNetForSequenceClassification, XGLMConfig, 
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.hf.tasks import TASKS, task_of
-from dpfunc.hf.trainer._data import refuse_labels, refuse_padding
+from dpfunc.hf.trainer._data import refuse_labels, refuse_padding, refuse_records
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.sampling import mean_over_views
 from dpfunc.sampling.records import spread
@@ -305,3 +305,21 @@ def test_gradients_are_compared(masked, dtype):
     before = torch.get_rng_state()
     check(noise=lambda records: torch.rand(len(records) - 1).sum().expand(len(records)))
     assert torch.equal(torch.get_rng_state(), before)  # also where it draws for several records only
+
+
+def test_of_records_with_pixels_few_are_collated():
+    """A run began when a thousand pictures were processed; those that are read are of all parts of the data set."""
+    seen = []
+
+    def collate(records):
+        seen.extend(records)
+        ids = torch.tensor([[record["number"] in faulty and 40] for record in records])
+        return {"input_ids": ids.long(), "pixel_values": torch.zeros(len(records), 2)}
+
+    records, faulty = [{"number": number} for number in range(2000)], set()
+    refuse_records(records, collate, language_model(), "causal_lm", "train_dataset")
+    assert len(seen) <= 64 + 256
+    for place in (10, 200):
+        faulty = {spread(2000, 256)[place]}
+        with pytest.raises(InvalidArgument, match="Expected token ids 0 <= id < 40"):
+            refuse_records(records, collate, language_model(), "causal_lm", "train_dataset")
