@@ -27,7 +27,7 @@ class RankSummary(NamedTuple):
     failed: int = 0  # it cannot take the step
     run: int = 0  # plan, key, ledger and settings
     rows: int = 0  # shapes of a row
-    data: int = 0  # the batch itself
+    data: int = 0  # the batch itself, and its mask
     params: int = 0  # equal on all processes of the data group
     shared_params: int = 0  # equal on all of the tensor group
     part: int = 0  # positions of this process's shards over the data group
@@ -37,7 +37,10 @@ class RankSummary(NamedTuple):
 
 UNABLE = RankSummary(failed=1)
 _SPOILED, _DIFFERENT = -1, -2  # in place of a digest, which is not negative
-_SAME_RECORDS = "Processes that hold parts of the same parameters need the same records: plan.batches(state, ranks)."
+_SAME_RECORDS = (
+    "Processes that hold parts of the same parameters need the same records, plan.batches(state, ranks), and the same "
+    "mask_B."
+)
 # Advice for the error message, for each field of `RankSummary` that must agree.
 _ADVICE = {
     "step": "All processes take every step, also when they have no records.",
@@ -69,14 +72,16 @@ _EQUAL_OVER_DATA_GROUP = ("step", "run", "params")
 _EQUAL_OVER_TENSOR_GROUP = ("step", "run", "shared_params", "rows", "data", "num_samples")
 
 
-def summarize(*, step: int, batch: Batch, params: Params, run: str, prepared: str, ranks: Ranks) -> RankSummary:
+def summarize(*, step: int, rows: "Rows", params: Params, run: str, prepared: str, ranks: Ranks) -> RankSummary:
     """Summary of a process that is able to take the step; `run` describes all else that must be equal on all.
 
     `prepared` describes what the engine has learnt of the loss, which must be equal where rows have the same shape.
     """
     check_finite(params)
     check_placements(params, ranks)
+    batch = rows.batch
     _dummy_of(batch, ranks)
+    mask = "" if rows.mask_B is None else checksum([("mask_B", rows.mask_B)])  # on a device of its own
     data = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
     placements = [(name, tuple(p.shape), p.dtype, shard_dims(p)) for name, p in params.items()]
     replicated = _held_by_all(params, ranks)
@@ -87,7 +92,7 @@ def summarize(*, step: int, batch: Batch, params: Params, run: str, prepared: st
         num_samples=batch_size(batch),
         run=digest(f"{run}{placements}"),
         rows=digest(str((list(data), signature(batch)))),
-        data=checksum(data.items()) if tensor_parallel else 0,
+        data=digest(f"{checksum(data.items())}{mask}") if tensor_parallel else 0,
         params=checksum(replicated.items()),
         shared_params=checksum(_held_by_all(params, ranks, tensor=True).items()) if tensor_parallel else 0,
         part=digest(str([(name, window(p, name)) for name, p in sharded.items()])),
@@ -190,24 +195,30 @@ def _dummy_of(batch: Batch, ranks: Ranks) -> Batch:
 def digest_of_all(released: Params, ranks: Ranks, mark: Tensor, *, one_draw: bool) -> tuple[str, bool]:
     """Digest of what all processes release, and the mark (0-d, bool) of this one; NaN in the sums of one stops all.
 
-    Whole sums to which each process added all of the noise must be equal, the mean of others would have less noise;
-    those of `one_draw` by all together come to all in one message.
+    What the processes of a group hold alike must be equal there: other noise on each has a mean with less, and the same
+    noise on other sums a difference with none. Whole sums with `one_draw` of noise by all together come to all of the
+    data group in one message. An error is raised after the last message, and not on all: the caller shares it.
     """
     with in_step(ranks):
         own, names, marked = digest_and_mark(released, None, mark)
         own = _SPOILED if names else own
         parts = any(map(is_dtensor, released.values()))
-        for group in ranks.groups if parts or not one_draw else ():
-            digests = [number for (number,) in gathered_rows([own], group, ranks.device)]
+        for group in ranks.groups[1:] if one_draw and not parts else ranks.groups:
+            alike = _held_by_all(released, ranks, tensor=group is not ranks.group)
+            rows = gathered_rows([own, checksum(alike.items()) if parts else own], group, ranks.device)
+            digests = [number for number, _ in rows]
             own = min(digests)
-            if own >= 0 and len(set(digests)) > 1:
-                own = digest(str(digests)) if parts else _DIFFERENT
-        if own == _SPOILED:
-            refuse_sums(names)
-        if own == _DIFFERENT:
-            raise RankMismatch(
-                "The processes of this run would release different values, each with other noise, whose mean has less. "
-                "Noise of your own must be a function of turn.key; all machines need the same version of numpy. "
-                "Nothing was released and nothing was spent."
-            )
+            if own >= 0 and len({number for _, number in rows}) > 1:
+                own = _DIFFERENT
+            elif own >= 0 and len(set(digests)) > 1:
+                own = digest(str(digests))
+    if own == _SPOILED:
+        refuse_sums(names)
+    if own == _DIFFERENT:
+        raise RankMismatch(
+            "The processes of this run would release different values of what they hold alike: other noise on each, "
+            "whose mean has less, or the same noise on other sums, whose difference has none. Noise of your own must "
+            "be a function of turn.key; all machines need the same version of numpy; and parts of a model the same "
+            "records, mask_B and loss. Nothing was released and nothing was spent."
+        )
     return in_hex(own), marked

@@ -256,10 +256,29 @@ def train(name, parts, clip="flat", frozen_sharded=False, expected=2.9, checkpoi
     return distributed.unshard(params), ledger, counts
 
 
-def without_the_sum_of_norms(name):
-    """The same run where each process clips by the norm of its own parts."""
-    with mock.patch("dpfunc.clipped.full_norms", lambda params, sq_norms, ranks: sq_norms):
-        return train(name, dist.get_world_size())
+def without_the_sum_of_norms(parts, frozen=()):
+    """One step where each process clips by the norm of its own parts: what was raised, and the steps on disk by then.
+
+    Without any (`frozen`) by a bound of its own.
+    """
+    mesh, written = _mesh(parts), []
+    model = built("mlp")
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    split_mlp(model, mesh["tp"])
+    ranks = distributed.sharded(mesh, data=("dp",), tensor=("tp",))
+    forward, params = dpfunc.functionalize(model)
+    plan = Plan(sampling.Poisson(NUM_RECORDS, 0.5), clipping.Flat(0.01), 1.0, STEPS, delta=1e-3)
+    dp_step = make_dp_step(pixels(forward), plan, ranks=ranks, journal=written.append)
+    state = dp_step.init(params, distributed.shared_key(ranks))
+    batch = take(batch_of(NUM_RECORDS), next(iter(plan.batches(state, ranks))))
+    factor = 1 + mesh["tp"].get_local_rank() if frozen else 1
+
+    def own_norms(params, sq_norms, ranks):
+        return {name: value * factor for name, value in sq_norms.items()}
+
+    with mock.patch("dpfunc.clipped.full_norms", own_norms):
+        return (*caught(dp_step, params, batch, state), len(written))
 
 
 def trouble(kind):
@@ -295,7 +314,11 @@ def trouble(kind):
         good = {key: torch.nan_to_num(p) if not isinstance(p, DTensor) else p for key, p in params.items()}
         state = allow_repeat(dp_step.init(good, insecure_key(SEED)))
         spent.append(state.ledger.num_steps)
-        dp_step(params, take(data, next(iter(plan.batches(state, ranks)))), state)
+        drawn, mask_B = next(iter(plan.batches(state, ranks))), None
+        if kind == "other mask":  # of one row more, with as many real ones
+            drawn = torch.cat([drawn, drawn[:1]])
+            mask_B = torch.arange(len(drawn)) != (0 if mine else len(drawn) - 1)
+        dp_step(params, take(data, drawn), state, mask_B=mask_B)
 
     return (*caught(begin_and_step), sum(spent))
 
