@@ -149,7 +149,7 @@ class DPStep:
                 )  # fmt: skip
             prepared = self.clipped_grad.prepared(params, batch)
             able = summarize(
-                step=state.step, batch=batch, params=params, run=self._must_be_equal(state), prepared=prepared,
+                step=state.step, rows=rows, params=params, run=self._must_be_equal(state), prepared=prepared,
                 ranks=self.ranks,
             )  # fmt: skip
             if self.ranks.writes:
@@ -237,13 +237,13 @@ class DPStep:
         none, half = ~(finite_B & norms_BG.any(1)).any(), 2 * finite_B.sum() <= len(norms_BG)
         lost = (none | half) & bool(len(norms_BG))
         one_draw = self._mechanism.add_share is not None
-        digest, all_lost = (
-            own_digest(released, params, lost)
-            if self.ranks is None
-            else digest_of_all(released, self.ranks, lost, one_draw=one_draw)
-        )
         with states.release_lock(state):
             with self._sharing_errors():
+                digest, all_lost = (
+                    own_digest(released, params, lost)
+                    if self.ranks is None
+                    else digest_of_all(released, self.ranks, lost, one_draw=one_draw)
+                )
                 states.check_state(state, self.plan, self._plan_digest)  # again: another thread may have taken the step
                 states.check_repeated(state, digest)
                 self._calls.warn_if_lost(all_lost)
