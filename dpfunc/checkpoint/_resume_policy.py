@@ -10,9 +10,10 @@ them.
 
 | journal | layout | steps in the journal beyond the checkpoint | the run goes on |
 |---|---|---|---|
-| given | that of those steps | any | with its key, and repeats them bit for bit at no cost; `recharge` has no effect |
-| given | another | none | with its key |
-| given | another | some | is refused; with `recharge=True`: a new key, charged again |
+| given | any | none | with its key |
+| given | that of those steps | some | with its key, and repeats them bit for bit at no cost |
+| given | another | some | is refused |
+| given | any | some, with `recharge=True` | with a new key: they are drawn anew, and charged again |
 | none | any | unknown | is refused; `without_journal="new_key"`: a new key, unless a run with one went on from there |
 
 The last refusal is lifted by `later_runs="ignore"`. In each row the ledger gets all steps of the lineage that the
@@ -155,7 +156,7 @@ def resume(
     state, counted = _with_lineage(state, history, plan)
     if history.taken is not None:
         other = [each for each in map(history.layout_of, range(state.step, state.charged)) if each != now]
-        if not other:
+        if not (other or (recharge and state.step < state.charged)):
             # the steps can be repeated; a note is due where those that follow are in another layout, or more is counted
             same = history.layout_of(state.charged) == now and counted == history.counted_when_saved
             return state, None if same else Note(history.run, state.step, now, counted)

@@ -167,11 +167,17 @@ def append_chained(file: BinaryIO, path: Path, at: Position, values: Mapping[str
     write_head(path, at.end.after(raw))
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a file of notes, which are not chained; then it is on disk."""
+def append_line(path: Path, line: str, count: int) -> None:
+    """Append a line to a file of notes, which are not chained, if there are so many as before; then it is on disk."""
     with locked(path) as file:
         file.seek(0)
-        _append(file, file.read().rfind(b"\n") + 1, line.encode())
+        known = file.read()
+        if (found := known.count(b"\n")) != count:
+            raise CheckpointError(
+                f"Expected {path} with {count} notes, as a moment ago, got {found}: another process has resumed this "
+                "run meanwhile, and nobody would add up what both spend. Go on in one place only. Nothing was loaded."
+            )
+        _append(file, known.rfind(b"\n") + 1, line.encode())
     sync_directory(path.parent)
 
 

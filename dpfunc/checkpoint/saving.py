@@ -249,8 +249,8 @@ def load(
             like its parameter as that parameter, and shards nothing else. Optimizers of torch number their parameters:
             build them from `params.values()`, or from `params.items()`, which keeps the names.
         journal: the file of `Journal`, read by the process that writes it.
-        recharge: steps beyond the checkpoint that cannot be repeated are drawn anew, with a new key, at their cost.
-            Save before the next step: until then another crash costs them once more.
+        recharge: all steps beyond the checkpoint are drawn anew, with a new key, at their cost, also where they could
+            be repeated. Save before the next step: until then another crash costs them once more.
         without_journal: `"refuse"`; or `"new_key"`, so that no noise is used twice. Steps released after the checkpoint
             are not in its ledger: if there are some, begin a new run with them, dp_step.init(params, key, ledger).
         later_runs: `"refuse"` or `"ignore"` another run that began after this one in the journal, or went on from this
@@ -328,7 +328,7 @@ def load(
         state, note = resume(history, plan, now, secure_key(), recharge=recharge, later_runs=later_runs)
         return {
             "state": form.state_to_dict(state),
-            "note": None if note is None else json.dumps(asdict(note)),
+            "note": None if note is None else [json.dumps(asdict(note)), len(history.notes)],
             "lines": lines,
         }
 
@@ -336,7 +336,7 @@ def load(
     group = None if ranks is None else all_or_none(partial(joint_group, ranks), ranks, _NOT_LOADED)
     read_tensors(path, tensors, group)
     if decided["note"] is not None:
-        by_writer(partial(append_line, parent / NOTES, decided["note"]), ranks, _NOT_LOADED)
+        by_writer(partial(append_line, parent / NOTES, *decided["note"]), ranks, _NOT_LOADED)
     optimizer, noise = (decode(values[name], lambda slot: tensors[slot.name]) for name in ("optimizer", "noise"))
     state = resumed(form.state_from_dict(decided["state"], plan, {}))._replace(
         noise_state=noise, journal="" if file is None else str(file.absolute()), journal_lines=decided["lines"]

@@ -136,6 +136,23 @@ def test_steps_are_charged_again_each_time(tmp_path):
     assert [note.parent is None for note in known_notes(run.folder / "c" / NOTES, 0)] == [False, False, True, True]
 
 
+def test_who_asks_draws_anew_what_could_be_repeated(tmp_path):
+    """E.g. after a change of the loss, with which the journal refuses the same noise."""
+    run = Run(tmp_path)
+    run.step(1)
+    run.save()
+    key = run.state.key
+    run.load(1, recharge=True)
+    assert run.state.key == key  # there is nothing beyond the checkpoint
+    run.step(2)
+    run.load(1, recharge=True)
+    assert run.state.key != key
+    assert (run.state.step, run.state.charged, run.ledger) == (1, 1, PLAN.ledger(3))
+    run.step(1)
+    assert run.ledger == PLAN.ledger(4)
+    run.check()
+
+
 def test_the_budget_covers_what_is_drawn_again(tmp_path):
     plan = dataclasses.replace(PLAN, num_steps=10)
     plan = dataclasses.replace(plan, epsilon=plan.guarantee().epsilon * 1.0001)
@@ -165,11 +182,35 @@ def test_without_its_journal_a_run_takes_a_new_key(tmp_path, size):
         run.step(1)  # into the journal, which has what nobody had counted, and the two under the former key
     run.load(size, recharge=True)
     run.step(1)
-    assert (run.state.step, run.ledger) == (3, PLAN.ledger(size + 2))
+    assert (run.state.step, run.ledger) == (3, PLAN.ledger(4))
     run.check()
 
 
-@pytest.mark.parametrize("way", [{"recharge": True}, {"journal": None, "without_journal": "new_key"}], ids=str)
+NEW_KEY = [{"recharge": True}, {"journal": None, "without_journal": "new_key"}]
+
+
+@pytest.mark.parametrize("way", NEW_KEY, ids=str)
+def test_of_two_loads_at_one_moment_one_goes_on(tmp_path, monkeypatch, way):
+    """Each takes a key of its own, and counts what it knew of when it decided."""
+    run = Run(tmp_path)
+    run.step(2)
+    run.save()
+    run.step(1)
+    read, other = saving.read_tensors, []
+
+    def meanwhile(*arguments):
+        if not other:
+            other.append(None)
+            run.load(2, **way)
+        return read(*arguments)
+
+    monkeypatch.setattr(saving, "read_tensors", meanwhile)
+    with pytest.raises(CheckpointError, match=r"with 0 notes, as a moment ago, got 1: another process has resumed"):
+        run.load(2, **way)
+    assert len(known_notes(run.folder / "c" / NOTES, 0)) == 1
+
+
+@pytest.mark.parametrize("way", NEW_KEY, ids=str)
 def test_a_key_that_others_know_stays_known(tmp_path, way):
     """The record of the run is about all of its steps: those with the first key, too, whose noise can be subtracted."""
     run = Run(tmp_path)
