@@ -18,7 +18,7 @@ from dpfunc import errors
 from dpfunc._utils.digests import checksum, digest
 from dpfunc._utils.parts import is_dtensor, shard_dims
 from dpfunc._utils.processes import first_with
-from dpfunc._utils.validation import expect, integer, refuse, warn, wrong_type
+from dpfunc._utils.validation import integer, refuse, warn, wrong_type
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import COMPARED, ELSEWHERE, ROWS, SOURCES
@@ -91,11 +91,10 @@ def first_state(plan: Plan, params: Params, key: Key, ledger: Ledger | None, num
     refuse_narrow_range(params)
     check_key(key)
     bound = plan.sampler.dataset_size
-    expect(
-        num_records is None or integer("num_records", num_records) <= bound,
-        f"num_records <= {bound}, the plan's dataset_size", "num_records", num_records,
-        "A bound that the data exceed is none: sampling_prob, and so epsilon, would be wrong. Make the plan with a "
-        "larger dataset_size.",
+    refuse(
+        (num_records is not None and integer("num_records", num_records) > bound,
+         f"Expected num_records <= {bound}, the plan's dataset_size, got more. A bound that the data exceed is none: "
+         "sampling_prob, and so epsilon, would be wrong. Make the plan with a larger dataset_size."),
     )  # fmt: skip
     group_names = partition(plan.clip.groups, tuple(params)).group_names
     group_bounds(plan.clip.clip_norm, group_names)
@@ -171,7 +170,7 @@ def single_step_state(plan: Plan, first: StepState) -> StepState:
 
 def next_state(plan: Plan, state: StepState, noise_state: Any, facts: tuple[str, ...]) -> StepState:
     """The state after a step, with what it costs in its ledger; `facts` are those of the step."""
-    step, state = state.step + 1, state._replace(facts=_weakest(state.facts or facts, facts))
+    step, state = state.step + 1, state._replace(facts=weakest(state.facts or facts, facts))
     if step <= state.charged:  # a resumed run repeats it bit for bit: it is in the ledger already
         left = tuple(item for item in state.released if item[0] >= step)
         return state._replace(step=step, noise_state=noise_state, released=left)
@@ -179,7 +178,7 @@ def next_state(plan: Plan, state: StepState, noise_state: Any, facts: tuple[str,
     return state._replace(step=step, charged=step, noise_state=noise_state, ledger=state.ledger.compose(cost))
 
 
-def _weakest(*facts: tuple[str, ...]) -> tuple[str, ...]:
+def weakest(*facts: tuple[str, ...]) -> tuple[str, ...]:
     """Noise source, rows and batches of several stretches of a run: what holds for all of them."""
     sources, rows, batches = map(set, zip(*facts, strict=True))
     return (

@@ -16,6 +16,7 @@ from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import checked, refuse, wrong_type
 from dpfunc.accounting import Ledger, compose
 from dpfunc.accounting.ledger import from_values, to_values
+from dpfunc.accounting.record import UNKNOWN
 from dpfunc.checkpoint import chain
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.errors import CheckpointError, LedgerConflict
@@ -305,6 +306,24 @@ def charged_for(state: StepState, plan: Plan, taken: Iterable[int]) -> StepState
         return state
     cost = Ledger(plan.events(state.charged, later), plan.adjacency)
     return state._replace(charged=later, ledger=state.ledger.compose(cost))
+
+
+def as_charged(state: StepState, plan: Plan, journal: Path | str, facts: tuple[str, ...]) -> StepState:
+    """A state that is charged for every step of its run in the journal, and stands after the last of them.
+
+    Steps that it was charged for before were taken by another process, of which nothing is known; `facts` are those of
+    a step that this one took after the state (tests/hf/trainer/test_files.py::
+    test_an_interruption_after_a_release_is_counted, tests/checkpoint/test_record.py::
+    test_steps_of_another_process_claim_nothing).
+    """
+    from dpfunc.rng import fingerprint
+    from dpfunc.state import weakest
+
+    charged = charged_for(state, plan, read_steps(journal, missing="empty").get(fingerprint(state.key), {}))
+    if charged.charged <= state.step:
+        return state
+    later = UNKNOWN if state.charged > state.step else facts
+    return charged._replace(step=charged.charged, facts=weakest(state.facts or later, later))
 
 
 def _written(events: Iterable[Event]) -> list[Any]:

@@ -26,6 +26,7 @@ from dpfunc.accounting.record import (
 )
 from dpfunc.checkpoint import Journal, journal_ledger, make_record
 from dpfunc.checkpoint._format import state_from_dict, state_to_dict
+from dpfunc.checkpoint.journal import as_charged
 from dpfunc.cli.main import main
 from dpfunc.engines.loop import loop as engine_of_loop
 from dpfunc.errors import InvalidArgument, LedgerConflict, StateReused
@@ -164,6 +165,23 @@ def test_settings_of_all_steps_and_not_of_the_last(name):
 
     assert facts(*parts) == facts(*parts, through=loaded) == expected
     assert facts(*parts, through=lambda state: loaded(state, "facts")) == UNKNOWN
+
+
+def test_steps_of_another_process_claim_nothing(tmp_path):
+    """A run is interrupted after a release; or a second process, before it has repeated what the first one released."""
+    own, params, data, states = plan(), {"w": torch.zeros(2)}, torch.ones(100, 2), []
+    journal = Journal(tmp_path / "journal.jsonl", own)
+    dp_step = make_dp_step(lambda params, batch: (params["w"] * batch).sum(1), own, journal=journal)
+    state = dp_step.init(params, secure_key())
+    for _ in range(3):
+        _, state, _ = dp_step(params, data[own.draw(state, state.step)], state)
+        states.append(state)
+    first, second, third = states
+    assert as_charged(third, own, journal.path, dp_step.facts) == third
+    after = as_charged(second, own, journal.path, (DEVICE, *dp_step.facts[1:]))
+    assert (after.step, after.ledger, after.facts) == (3, third.ledger, (BOTH, *dp_step.facts[1:]))
+    begun = first._replace(charged=3, ledger=third.ledger)
+    assert as_charged(begun, own, journal.path, dp_step.facts).facts == UNKNOWN
 
 
 def test_settings_are_not_those_of_earlier_phases(tmp_path):

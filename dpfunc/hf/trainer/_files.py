@@ -14,7 +14,7 @@ from dpfunc.accounting.record import RECORD_FILE, Record
 from dpfunc.budget.budget import KEPT
 from dpfunc.checkpoint import Checkpoint, folder
 from dpfunc.checkpoint.chain import RESTORE
-from dpfunc.checkpoint.journal import charged_for, check_counted, count_steps, read_steps, whole_ledger
+from dpfunc.checkpoint.journal import check_counted, count_steps, read_steps, whole_ledger
 from dpfunc.checkpoint.saving import load
 from dpfunc.distributed import all_or_none
 from dpfunc.distributed.ranks import Ranks
@@ -205,15 +205,6 @@ def begin_accounting(journal: Path, ledger: Ledger, *, resumed: bool = False) ->
             "they count too: DPTrainer(..., ledger=journal_ledger(path)), with journal_ledger from dpfunc.checkpoint.",
             journal, steps,
         )  # fmt: skip
-
-
-def as_charged(state: StepState, plan: Plan, journal: Path) -> StepState:
-    """A state that is charged for every step of its run in the journal, and stands after the last of them.
-
-    (tests/hf/trainer/test_files.py::test_an_interruption_after_a_release_is_counted)
-    """
-    state = charged_for(state, plan, read_steps(journal, missing="empty").get(fingerprint(state.key), {}))
-    return state._replace(step=max(state.step, state.charged))
 
 
 def check_journal(journal: Path, state: StepState) -> None:

@@ -29,7 +29,7 @@ from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
 from dpfunc.checkpoint import Checkpoint
 from dpfunc.checkpoint.chain import known_end
-from dpfunc.checkpoint.journal import Journal
+from dpfunc.checkpoint.journal import Journal, as_charged
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
@@ -639,9 +639,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _accounting(self, journal: Path | None = None) -> Record:
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
-        state = self._run.state if journal is None else files.as_charged(self._run.state, self.plan, journal)
+        state, dp_step = self._run.state, self._run.dp_step
+        if journal is not None:
+            state = as_charged(state, self.plan, journal, dp_step.facts)
         return make_record(
-            self._run.dp_step, state, unit=self._unit, public_bound=self.privacy.dp_dataset_size is not None,
+            dp_step, state, unit=self._unit, public_bound=self.privacy.dp_dataset_size is not None,
             epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
             not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
         )  # fmt: skip
