@@ -146,6 +146,11 @@ class ClippedGrad:
         with _TURN, process_context("independent"):
             return getattr(self._microbatches.prepare(params, batch), "facts", "")
 
+    def unused(self, params: Params, batch: Batch) -> tuple[str, ...]:
+        """Parameters that the loss does not use, as the engine has seen of made-up rows of this shape."""
+        with _TURN, process_context("independent"):
+            return getattr(self._microbatches.prepare(params, batch), "unused", ())
+
     def __call__(
         self, params: Params, batch: Batch, *, mask_B: Tensor | None = None, key: Key | None = None
     ) -> tuple[ClippedSum, Unreleased]:

@@ -122,7 +122,7 @@ class DPStep:
         if self.ranks is None and len(unreleased.losses_B) > 1 and self._calls.first_rows():
             real_B = torch.ones(rows.size, dtype=torch.bool, device="cpu") if rows.mask_B is None else rows.mask_B
             num_records = state.num_records or self.plan.sampler.dataset_size
-            warn_of_unused(getattr(self.decision, "unused", ()))
+            warn_of_unused(self.clipped_grad.unused(params, rows.batch))
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
         released, noise_state = self._add_noise(clipped, params, state, clip)
         statistics = clip.read(released, self.plan.sampler.expected_batch_size(state.step))

@@ -574,7 +574,7 @@ def test_labels_out_of_range_are_told(name, engine):
         assert dp_step(values, (torch.ones(4, 2), FLAT_LABELS), state).state.step == 1
 
 
-@pytest.mark.parametrize("engine", ["auto", "vmap", "ghost"])
+@pytest.mark.parametrize("engine", ["auto", "vmap", "ghost", "loop"])
 def test_parameters_that_the_loss_does_not_use_are_said(engine):
     """By name, before anything is spent; not where Python reads numbers of rows, by which others may use them."""
     values, the_plan = {"w": torch.ones(2), "idle": torch.ones(2)}, plan(sampler=sampling.Poisson(4, 1.0))

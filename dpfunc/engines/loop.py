@@ -64,10 +64,14 @@ class RowResult(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Facts about a call with a made-up row: the loss called `backward()`, which levels refuse; or it failed."""
+    """Facts about a call with a made-up row: the loss called `backward()`, which levels refuse; or it failed.
+
+    `unused` are parameters of which it is no function, where this was asked for and rows cannot go other ways.
+    """
 
     backward: bool = False
     failed: bool = False
+    unused: tuple[str, ...] = ()
 
 
 class _UnansweredRead(BaseException):
@@ -152,9 +156,9 @@ class Loop:
 
     _trials: Memo[Trial] = field(default_factory=Memo, repr=False, compare=False)
 
-    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> None:
-        """Let the loss build what it keeps for rows of this shape."""
-        self._trials(partial(warm_up, loss_fn, params, batch), loss_fn, params, batch)
+    def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> Trial:
+        """Let the loss build what it keeps for rows of this shape, or return what was seen before."""
+        return self._trials(partial(warm_up, loss_fn, params, batch, looks=True), loss_fn, params, batch)
 
     def __call__(self, loss_fn: LossFn, params: Params, batch: Batch) -> PerSample:
         return self.rows(loss_fn, params, batch, range(batch_size(batch)))
@@ -309,20 +313,24 @@ def quiet_trial() -> Iterator[None]:
         yield
 
 
-def warm_up(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0) -> Trial:
+def warm_up(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0, *, looks: bool = False) -> Trial:
     """Call a loss on made-up rows, so that it builds what it caches for their shape (a mask, a table of positions).
 
-    It is stopped where it would read numbers of a made-up row, or read more than a few: no loop of it goes on.
+    It is stopped where it would read numbers of a made-up row, or read more than a few: no loop of it goes on. With
+    `looks` its backward pass says which parameters it uses.
     """
     if in_lockstep():  # FSDP would communicate
         return Trial()
     mode: RowAlone | None = None
-    ended = False
+    ended, unused = False, tuple[str, ...]()
     with quiet_trial():
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
         row = made_up_row(batch, value)
         mode = RowAlone(row, 0, MAX_TRIAL_READS)
         with suppress(_UnansweredRead), _row_context(mode):  # what is made of the row is no table of a shape
-            loss_fn(leaves, row)
+            losses_1, _ = checks.split_aux(loss_fn(leaves, row))
+            if looks and not mode.reads:
+                grads = run_backward(losses_1.sum(), tuple(leaves.values()))
+                unused = tuple(name for name, grad in zip(leaves, grads, strict=True) if grad is None)
         ended = True
-    return Trial(mode is not None and mode.backward, not ended)
+    return Trial(mode is not None and mode.backward, not ended, unused)

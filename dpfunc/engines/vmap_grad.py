@@ -46,7 +46,6 @@ class Decision:
     Args:
         engine: `"one pass"`, `"groups"` (of rows that agree on what Python reads) or `"loop"`. reason: in words.
         by_row: functions that have run row by row, since torch's rules for rows were not seen right.
-        unused: parameters that the loss does not use, as made-up rows of this shape show.
 
     >>> Decision("one pass", "all rows together")
     Decision(engine='one pass', reason='all rows together')
@@ -55,7 +54,6 @@ class Decision:
     engine: str
     reason: str
     by_row: tuple[str, ...] = field(default=(), repr=False)
-    unused: tuple[str, ...] = field(default=(), repr=False)
 
 
 class _Part(NamedTuple):
@@ -199,7 +197,7 @@ class VmapGrad:
             if ended or calls.read:  # also where an error of the loss has ended it
                 calls.end()
         refuse_kept(loss_fn)
-        decision = replace(self._decision(calls, parts, read), unused=prepared.unused)
+        decision = self._decision(calls, parts, read)
         before = self.decision(loss_fn)
         if before is None or before.engine != decision.engine:
             level = logging.WARNING if decision.engine == "loop" else logging.INFO
