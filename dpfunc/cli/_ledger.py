@@ -20,6 +20,7 @@ from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE
 from dpfunc.checkpoint.costs import read_cost
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
+from dpfunc.types import Event
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _Row = tuple[str, bool, str]  # name of a check, True if it agrees, and what was found
@@ -28,6 +29,7 @@ _SETTINGS = {
     "noise_source": known.SOURCES.values(),
     "clip": known.CLIPS,
     "rows": known.ROWS,
+    "batches": (known.COMPARED, known.ELSEWHERE),
 }
 # What a file lacks that is no record.
 _MISSING = {
@@ -264,7 +266,7 @@ def _compare(source: _Source, claim: float, delta: float, found: accounting.Guar
         ("delta", delta * n < 1, f"{delta:g}; 1 / dataset_size is {1 / n:.3g}"),
         _sampling(record),
         _limits(record, source.ledger.adjacency),
-        *([] if isinstance(record, SelectionRecord) else _of_run(record, source.runs)),
+        *(_of_search(record) if isinstance(record, SelectionRecord) else _of_run(record, source.runs)),
     ]
     return rows if budget is None else [*rows, ("budget", claim <= budget * (1 + _ROUNDING), f"{budget:g}")]
 
@@ -272,8 +274,11 @@ def _compare(source: _Source, claim: float, delta: float, found: accounting.Guar
 def _limits(record: Record | SelectionRecord, adjacency: str) -> _Row:
     """Compare what is not covered with what no run covers, and with what this record publishes."""
     publishes = adjacency == "add_remove" and record.dataset_size_is == known.SIZES[0]
-    complete = record.not_covered[-len(known.NOT_COVERED) :] == known.NOT_COVERED
-    fine = complete and publishes == (known.EXACT_SIZE in record.not_covered)
+    fine, always = publishes == (known.EXACT_SIZE in record.not_covered), [*known.NOT_COVERED]
+    if isinstance(record, SelectionRecord):
+        always = [*known.SEARCH_NOT_COVERED, *always]
+        fine = fine and (known.OTHER_STEPS in record.not_covered or not record.spent.events)
+    fine = fine and [*record.not_covered[-len(always) :]] == always
     return "not covered", fine, "all that no run covers" if fine else "sentences that each such record has are missing"
 
 
@@ -281,8 +286,6 @@ def _of_run(record: Record, runs: Mapping[str, Mapping[int, Taken]]) -> list[_Ro
     """Compute again what follows from the steps of a run, and look for words that dpfunc does not write."""
     again = known.recorded(record.ledger, record.delta, record.epsilon, record.accountant, _ROUNDING)
     rdp = record.ledger.epsilon(record.delta, "rdp").epsilon
-    unknown = [name for name, words in _SETTINGS.items() if getattr(record, name) not in words]
-    unknown += [] if known.is_proven(record.mechanism) else ["mechanism"]
     own = max(runs[record.run]) + 1 if record.run in runs else "none of this run"
     return [
         ("accountant", again is not None and again.note == record.note, f"{record.accountant}: {record.note}"),
@@ -290,10 +293,26 @@ def _of_run(record: Record, runs: Mapping[str, Mapping[int, Taken]]) -> list[_Ro
             "epsilon_rdp", math.isclose(record.epsilon_rdp, rdp, rel_tol=_ROUNDING),
             f"claimed {record.epsilon_rdp:.6g}, computed {rdp:.6g}",
         ),
-        ("settings", not unknown, f"not of dpfunc: {', '.join(unknown)}" if unknown else "those of dpfunc"),
-        ("sampler", known.claims_law(record.sampler, record.ledger.events), record.sampler),
+        *_settings(vars(record), record.ledger.events),
         ("steps", not runs or own == record.global_step, f"{record.global_step}; in the journal {own}"),
     ]  # fmt: skip
+
+
+def _of_search(record: SelectionRecord) -> list[_Row]:
+    """Look for words that dpfunc does not write; of runs of which none was released no settings are told."""
+    events = [event for ledger in record.ledgers for event in ledger.events]
+    told = [] if record.settings is None else _settings(record.settings, events)
+    return [("score", record.score in known.SCORES, record.score), *told]
+
+
+def _settings(values: Mapping[str, str], events: Iterable[Event]) -> list[_Row]:
+    """Compare the settings of runs with the words of dpfunc, and their sampler with the events."""
+    unknown = [name for name, words in _SETTINGS.items() if values[name] not in words]
+    unknown += [] if known.is_proven(values["mechanism"]) else ["mechanism"]
+    return [
+        ("settings", not unknown, f"not of dpfunc: {', '.join(unknown)}" if unknown else "those of dpfunc"),
+        ("sampler", known.claims_law(values["sampler"], events), values["sampler"]),
+    ]
 
 
 def _sampling(record: Record | SelectionRecord) -> _Row:

@@ -18,7 +18,8 @@ from dpfunc.accounting import Ledger, record
 from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.record import versions
-from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, LedgerConflict, NotWritten
+from dpfunc.errors import BudgetExhausted, CheckpointError, LedgerConflict, NotWritten
+from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling import data_name
 from dpfunc.train import _run_folder as folders
@@ -43,6 +44,7 @@ class _State:
     candidate: int | None = None
     score: float | None = None
     failure: str | None = None  # of the first run that failed
+    settings: dict[str, str] | None = None  # `record.SETTINGS` of the runs so far, which they have in common
 
 
 def search_lines(search: Search) -> list[str]:
@@ -80,7 +82,7 @@ def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> l
     return [
         *lines,
         f"Accounting: {folder}/{RECORD_FILE}.",
-        f"Not covered by epsilon: {'; '.join((*record.SEARCH_NOT_COVERED, *record.NOT_COVERED[:2]))}.",
+        f"Not covered by epsilon: {'; '.join(found.not_covered[: 2 - len(record.NOT_COVERED)])}.",
     ]
 
 
@@ -156,29 +158,29 @@ def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
     key = fold_in(state.key, "run", state.done)
     number = int(stream(fold_in(key, "candidate")).integers(len(search.candidates)))
     done = state.done + 1
+    candidate = search.candidates[number]
     try:
-        value = evaluate(search.candidates[number], secret / slot, fold_in(key, "training"))
-    except NotWritten:  # no fault of the run: the search goes on from here
+        value = evaluate(candidate, secret / slot, fold_in(key, "training"))
+    except (NotWritten, OSError, ImportError):  # no fault of the run: the search goes on from here
         raise
-    except (DPFuncError, ArithmeticError, RuntimeError, ValueError) as error:
+    except FAILURES as error:
         # A run that fails counts as the worst: without it the number of runs would depend on the data. Its message may
         # quote a record.
         return replace(state, done=done, failure=state.failure or f"{type(error).__name__} in a run")
     found = noisy(value, search.score_noise, fold_in(key, "score"))
+    state = replace(state, done=done, settings=_settings(secret / slot, candidate.plan.ledger(), state.settings))
     if state.score is not None and found <= state.score:
-        return replace(state, done=done)
-    return replace(state, done=done, slot=slot, candidate=number, score=found)
+        return state
+    return replace(state, slot=slot, candidate=number, score=found)
 
 
 def _release(search: Search, state: _State, folder: Path, insecure_seed: int | None) -> SelectionRecord:
     """Write the best run, and the record of the search, into the folder; again the same after an interruption."""
     (runs, cost), stated = search.counted, search.job.privacy.dp_dataset_size is not None
     exact = [] if stated or search.spent.adjacency != "add_remove" else [record.EXACT_SIZE]
-    settings: dict[str, str] | None = None
+    others = [record.OTHER_STEPS] if search.spent.events else []
     best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
-    if state.candidate is not None:
-        settings = _settings(best.parent, search.candidates[state.candidate].plan.ledger())
-    weights = () if settings is None else tuple(weights_in(best.parent))
+    weights = () if state.candidate is None else tuple(weights_in(best.parent))
     found = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone
@@ -189,7 +191,8 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
         chosen_score=state.score, spent=search.spent,
         noise_key=record.GUESSABLE if state.key.guessable else record.SECRET,
         dataset_size=search.size, dataset_size_is=record.SIZES[stated], versions=versions(),
-        not_covered=(*exact, *record.SEARCH_NOT_COVERED, *record.NOT_COVERED), settings=settings, weights=weights,
+        not_covered=(*exact, *others, *record.SEARCH_NOT_COVERED, *record.NOT_COVERED),
+        settings=None if state.candidate is None else state.settings, weights=weights,
     )  # fmt: skip
     if state.candidate is not None:
         # not their times, which tell when in the search the best run was
@@ -202,15 +205,19 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     return found
 
 
-def _settings(slot: Path, counted: Ledger) -> dict[str, str]:
-    """The settings of a run, which is refused unless it took the steps that the search counts."""
+def _settings(slot: Path, counted: Ledger, known: dict[str, str] | None) -> dict[str, str]:
+    """The settings of a run, which is refused unless it took the steps that the search counts, as those before it."""
     own = Record.from_json((slot / RECORD_FILE).read_bytes())
+    found = {name: getattr(own, name) for name in record.SETTINGS}
     refuse(
         (own.ledger != counted, CheckpointError(
             f"Expected a run with the steps that the search counts for it, {counted}, got {own.ledger}. Nothing was "
             "released. Report this.")),
+        (known not in (None, found), CheckpointError(
+            f"Expected runs with the settings of those before, {known}, which the record of the search says of all, "
+            f"got {found}. Resume the search where it began. Nothing was released.")),
     )  # fmt: skip
-    return {name: getattr(own, name) for name in record.SETTINGS}
+    return found
 
 
 def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:

@@ -29,7 +29,7 @@ from dpfunc.train.run import Prepared, make_trainer
 
 
 def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
-    """Train a candidate from its start, and save its model; print and log nothing."""
+    """Train a candidate from its start, and save its model."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     prepared = candidate.prepared
@@ -37,12 +37,11 @@ def train_candidate(candidate: Candidate, folder: Path, key: Key | None) -> Any:
     fresh = replace(
         prepared, job=job, records=replace(prepared.records, evaluation=()), model=copy.deepcopy(prepared.model)
     )
-    with _quiet():
-        trainer = make_trainer(fresh, key)
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
-        trainer.train()
-        save_model(folder / folders.MODEL, job, trainer.model, prepared.processing)
+    trainer = make_trainer(fresh, key)
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.train()
+    save_model(folder / folders.MODEL, job, trainer.model, prepared.processing)
     return trainer.model
 
 
@@ -85,8 +84,10 @@ def noisy(value: float, noise: float, key: Key) -> float:
 
 
 def evaluate(candidate: Candidate, folder: Path, key: Key) -> float:
-    """Train a candidate, and the sum of the scores of its held-out records."""
-    return score(candidate.prepared, train_candidate(candidate, folder, key), candidate.prepared.records.evaluation)
+    """Train a candidate, and the sum of the scores of its held-out records; print and log nothing."""
+    with _quiet():
+        model = train_candidate(candidate, folder, key)
+        return score(candidate.prepared, model, candidate.prepared.records.evaluation)
 
 
 def run_public(search: Search, insecure_seed: int | None = None) -> Iterator[float]:

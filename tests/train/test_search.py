@@ -21,14 +21,20 @@ from search_cases import MadeUpRuns
 from text_job import write_job, write_table
 
 from dpfunc.accounting import Ledger, RunCount, selection_epsilon
-from dpfunc.accounting.record import ONE_RECORD, SelectionRecord
+from dpfunc.accounting.record import ONE_RECORD, OTHER_STEPS, SOURCES, Record, SelectionRecord
 from dpfunc.budget import Budget
 from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, InvalidArgument, LedgerConflict, NotWritten
 from dpfunc.rng import fold_in, insecure_key, stream
 from dpfunc.train import _private_search, _search_runs
 from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials, tuned
 from dpfunc.train._frozen import compute_frozen
-from dpfunc.train._private_search import check_search_folder, interrupted_search, run_search, search_lines
+from dpfunc.train._private_search import (
+    check_search_folder,
+    interrupted_search,
+    outcome_lines,
+    run_search,
+    search_lines,
+)
 from dpfunc.train._search import MEANING, noise_of, prepare_search
 from dpfunc.train._search_runs import noisy, run_public, score
 from dpfunc.train.config import TASKS, job_from_dict
@@ -307,27 +313,33 @@ def test_nothing_tells_how_many_runs_there_were(search, monkeypatch, capfd):
     assert seen[0] == seen[1]
 
 
-def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwarn):
+@pytest.mark.parametrize("part", ["make_trainer", "score"])
+def test_a_run_says_nothing(search, monkeypatch, tmp_path, caplog, capfd, recwarn, part):
     """Whatever libraries print, log or warn of in a run: a line for each would be the number of runs."""
 
-    def loud(prepared, key):
+    def loud(*arguments):
         logging.getLogger("transformers").error("trained")
         warnings.warn("trained", stacklevel=1)
         print("trained")
         print("trained", file=sys.stderr)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_search_runs, "make_trainer", loud)
+    if part == "score":
+        MadeUpRuns(monkeypatch)
+    monkeypatch.setattr(_search_runs, part, loud)
     with pytest.raises(KeyboardInterrupt):
-        _search_runs.train_candidate(search.candidates[0], tmp_path / "run", None)
+        _search_runs.evaluate(search.candidates[0], tmp_path / "run", insecure_key(5))
     assert (caplog.records, recwarn.list, capfd.readouterr()) == ([], [], ("", ""))
     logging.getLogger("dpfunc").error("after it")
     assert [each.message for each in caplog.records] == ["after it"]
 
 
+@pytest.mark.parametrize(
+    "error", [FloatingPointError("no number"), IndexError("row 7")], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("failing", [range(0, 1), range(1, 100)], ids=["first", "all but the first"])
-def test_a_run_that_fails_is_a_run(search, monkeypatch, failing):
-    made = MadeUpRuns(monkeypatch, failing=failing)
+def test_a_run_that_fails_is_a_run(search, monkeypatch, failing, error):
+    made = MadeUpRuns(monkeypatch, failing=failing, error=error)
     record, _ = run_search(search, insecure_seed=2108)
     assert len(made.keys) == runs_of(2108, search) > 2
     assert record.chosen is not None
@@ -353,6 +365,40 @@ def test_no_run_is_released(search, monkeypatch, runs, why):
     record, nothing = run_search(own, insecure_seed=seed)
     assert (record.chosen, nothing) == (None, why)
     assert files(search) == ["privacy_accounting.json"]
+
+
+OTHER_RUNS = {  # what the record of one of them says, and what is told
+    "other steps": ({"ledger": Ledger((Event(1.0, 50.0, 2),))}, "a run with the steps that the search counts for it"),
+    "other noise": ({"noise_source": SOURCES["device"]}, "runs with the settings of those before"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_each_run_is_one_that_the_record_tells_of(search, monkeypatch, name):
+    """Not the released one alone: all of them were compared, and cost."""
+    changes, message = OTHER_RUNS[name]
+    made = MadeUpRuns(monkeypatch)
+
+    def second_is_another(candidate, folder, key):
+        model = made.train(candidate, folder, key)
+        if len(made.keys) == 2:
+            path = folder / "privacy_accounting.json"
+            path.write_text(dataclasses.replace(Record.from_json(path.read_bytes()), **changes).to_json())
+            model.value = -1e9
+        return model
+
+    monkeypatch.setattr(_search_runs, "train_candidate", second_is_another)
+    with pytest.raises(CheckpointError, match=message):
+        run_search(search, insecure_seed=2108)
+    assert len(made.keys) == 2
+    assert set(files(search)) & {"model", "privacy_accounting.json"} == set()
+
+
+def test_a_search_says_that_it_tells_nothing_of_earlier_runs(search, monkeypatch):
+    MadeUpRuns(monkeypatch)
+    found = run_search(dataclasses.replace(search, spent=Ledger((Event(1.0, 200.0, 1),))), insecure_seed=2101)
+    assert OTHER_STEPS in found[0].not_covered
+    assert OTHER_STEPS in "\n".join(outcome_lines(found, "run", None))
 
 
 @pytest.mark.parametrize("interrupted", [0, 2])
