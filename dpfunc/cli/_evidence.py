@@ -5,11 +5,15 @@ May import: its folder, train and below. Privacy depends on it: no.
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import click
 
+from dpfunc._utils.validation import refuse
 from dpfunc.cli._output import json_option, print_checks, print_line
 from dpfunc.cli._train import check_new, importing, seed_option
 
@@ -118,14 +122,23 @@ def audit(
 
     check_new(out)
     check_new(picture, "--plot")
+    refuse(
+        (picture is not None and find_spec("matplotlib") is None,
+         'Expected matplotlib for --plot. Run: pip install "dpfunc[demo]". Nothing was trained.'),
+    )  # fmt: skip
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
+    line = f"{values['steps']} steps, canaries in {values['space']} space: {found!r}"
+    _report(values, out, as_json, line, partial(_draw, found, picture))
+
+
+def _draw(found: Any, picture: Path | None) -> None:
+    """Draw an audit, if that is asked for."""
     if picture is not None:
         from dpfunc.evidence import plot
 
         picture.touch(0o600, exist_ok=False)  # as private as the data, and it keeps its mode
         plot([found], picture)
-    _report(values, out, as_json, f"{values['steps']} steps, canaries in {values['space']} space: {found!r}")
 
 
 def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -140,12 +153,15 @@ def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tupl
         return cast(tuple[Any, dict[str, Any]], getattr(_evidence, what)(source, **options))
 
 
-def _report(values: dict[str, Any], out: Path | None, as_json: bool, line: str) -> None:
-    """Write and print a result; the exit code is 1 if it does not hold."""
+def _report(
+    values: dict[str, Any], out: Path | None, as_json: bool, line: str, draw: Callable[[], None] = lambda: None
+) -> None:
+    """Write and print a result, then draw it, which may fail; the exit code is 1 if it does not hold."""
     if out is not None:
         from dpfunc._utils.files import replace_file
 
         replace_file(out, json.dumps(values, indent=1) + "\n", 0o600)  # as private as the data
     print_line(line, values, as_json)
+    draw()
     if not values["holds"]:
         sys.exit(1)
