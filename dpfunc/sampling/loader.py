@@ -190,8 +190,8 @@ def check_dataset(dataset: object, dataset_size: int, num_records: int | None = 
     length = check_readable(dataset)
     refuse(
         (num_records not in (None, length),
-         f"Expected len(dataset) to be num_records={num_records}, with which the run began, got len(dataset)="
-         f"{length}. Load the data set of the run. Nothing was spent."),
+         "Expected len(dataset) to be the num_records with which the run began, got another length. Load the data set "
+         "of the run. Nothing was spent."),
         (num_records is None and length != dataset_size,
          f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
          f"{length}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "

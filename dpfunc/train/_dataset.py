@@ -113,11 +113,21 @@ def read_records(job: Job, processing: Any) -> Records:
     persons = None
     if unit is not None:
         train, persons = _by_person(job, train, unit)
-    views, trained_on = job.privacy.dp_views, [record for _, record in train]
-    units, vectors = len(train if persons is None else persons), len(train) * views + len(held_out)
-    _check_trainable(job, trained_on, units, vectors, processing)
+    trained_on, units = [record for _, record in train], len(train if persons is None else persons)
+    _check_trainable(job, trained_on, units, len(held_out), processing)
     evaluated_on = with_features(processing, [record for _, record in held_out])
-    return Records(with_features(processing, trained_on, views=views), evaluated_on, persons, seen)
+    return Records(with_features(processing, trained_on, views=job.privacy.dp_views), evaluated_on, persons, seen)
+
+
+def num_vectors(job: Job, units: int, held_out: int) -> int:
+    """Number of records, those to train on with all of their views, as far as it is public.
+
+    Of a private number of records the bound is counted, and of those that are held out its share.
+    """
+    size, share = job.privacy.dp_dataset_size or units, job.data.eval_fraction
+    if job.privacy.dp_dataset_size is not None and job.data.eval is None:
+        held_out = math.ceil(size * job.data.units_size * share / (1 - share))
+    return size * job.data.units_size * job.privacy.dp_views + held_out
 
 
 def with_features(
@@ -137,18 +147,19 @@ def with_features(
     return tuple({"features": x, "labels": record["labels"]} for x, record in zip(whole, records, strict=True))
 
 
-def _check_trainable(job: Job, train: Sequence[Mapping[str, Any]], units: int, vectors: int, processing: Any) -> None:
+def _check_trainable(job: Job, train: Sequence[Mapping[str, Any]], units: int, held_out: int, processing: Any) -> None:
     """Check that there are two classes, about as many records as the plan is for, and memory for their features."""
     data, bound, most = job.data, job.privacy.dp_dataset_size, job.training.cache_mib
     size = processing.size if job.task in FEATURES else 0
     what = "records" if job.privacy.dp_views == 1 else "views of records"
+    vectors = num_vectors(job, units, held_out) if size else 0
     needed = -(-vectors * size * 4 // 2**20)
     refuse(
         (job.task in ("text_classification", *FEATURES) and len({record["labels"] for record in train}) == 1,
          f"Expected records of two classes or more to train on in {data.train!r}, got one class alone, which every "
          "record would be given. Check data.label_column, and that the table is whole."),
         (job.task in FEATURES and bound is not None and 2 * units < bound,
-         f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got {units}. "
+         f"Expected at least half of privacy.dp_dataset_size={bound} records, for which the noise is, got fewer. "
          "Is the table whole? Or choose a lower bound."),
         (needed > most,
          f"Expected features that take at most training.cache_mib={most} MiB, got {vectors} {what} of "

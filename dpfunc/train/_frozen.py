@@ -14,7 +14,7 @@ from torch import nn
 
 from dpfunc.hf._facts import evaluating
 from dpfunc.hf.pooled import MeanPooledClassifier
-from dpfunc.train._dataset import Records
+from dpfunc.train._dataset import Records, num_vectors
 from dpfunc.train._preferences import with_references
 from dpfunc.train.config import FEATURES, Job
 
@@ -41,17 +41,14 @@ def compute_frozen(job: Job, model: nn.Module, records: Records, *, shows: bool)
     computed = _computed(_base(model), _kind(job), [*records.train, *records.evaluation], shows)
     split = len(records.train)
     return dataclasses.replace(records, train=tuple(computed[:split]), evaluation=tuple(computed[split:])), [
-        f"Frozen layers were computed once for each record and take at most {needed} MiB."
+        f"Frozen layers were computed once for each record and take about {needed} MiB."
     ]
 
 
 def kept_bytes(job: Job, model: nn.Module, size: int, records: Records) -> int:
-    """Bytes of the features of all records, of this size where a job reads features, or of what frozen layers give.
-
-    The number of records to train on is the one that the plan publishes.
-    """
+    """Bytes of the features of all records, of this size where a job reads features, or of what frozen layers give."""
     if job.task in FEATURES:
-        return _vectors(job, records) * size * _BYTES["features"]
+        return num_vectors(job, len(records.units), len(records.evaluation)) * size * _BYTES["features"]
     needed = frozen_bytes(job, model, records)
     return needed if needed <= job.training.cache_mib * 2**20 else 0
 
@@ -65,13 +62,8 @@ def frozen_bytes(job: Job, model: nn.Module, records: Records) -> int:
         return 0
     # not what the texts need: one longer text would decide how the hidden states of all others are rounded
     each = 1 if kind == "features" else job.data.max_length
-    return int(_vectors(job, records) * each * base.config.hidden_size * _BYTES[kind])
-
-
-def _vectors(job: Job, records: Records) -> int:
-    """Number of records, those to train on with all of their views, as far as it is public."""
-    each = job.data.units_size * job.privacy.dp_views
-    return job.privacy.public_size(len(records.units)) * each + len(records.evaluation)
+    vectors = num_vectors(job, len(records.units), len(records.evaluation))
+    return int(vectors * each * base.config.hidden_size * _BYTES[kind])
 
 
 def _base(model: Any) -> Any:

@@ -392,7 +392,7 @@ BAD = {  # flags or text in place of another -> message
     "no labels": (["--labels", "null"], "Expected data.labels, the list of classes"),
     "another task": (["--task", "text_classification", "--model.path", "x"], "with task table_classification only"),
     "grey": (["--grey"], "Expected data.grey with task image_classification only"),
-    "few rows": (["--dp_dataset_size", "10000"], "Expected at least half of privacy.dp_dataset_size=10000 records"),
+    "few rows": (["--dp_dataset_size", "10000"], "Expected at least half of privacy.dp_dataset_size=10000 records, for which the noise is, got fewer"),
     "a large batch": (["--batch_size", "900"], "900"),
 }  # fmt: skip
 BAD_IMAGES = {

@@ -86,6 +86,21 @@ def test_the_limit(prepared):
         assert (told == []) is (limit == 0)
 
 
+def test_the_limit_says_nothing_of_how_many_are_held_out(prepared):
+    """Their number is as private as that of the records to train on; the share of the bound counts."""
+    job, model, _, records = prepared(*FLAGS["lora"], "--max_length", "64", "--dp_dataset_size", "600")
+    job = dataclasses.replace(job, data=dataclasses.replace(job.data, eval_fraction=0.5))
+    limited = dataclasses.replace(job, training=dataclasses.replace(job.training, cache_mib=1))
+    told = []
+    for times in (1, 100):
+        many = dataclasses.replace(records, evaluation=records.train * times)
+        computed, lines = compute_frozen(limited, model, many, shows=False)
+        assert computed is many
+        told.append(lines)
+    assert told[0] == told[1]
+    assert "may need 3 MiB" in told[0][0]  # 1,200 records of 2 KiB
+
+
 @pytest.mark.parametrize("flags", [["--strategy", "lora"], ["--strategy", "head", "--pooling", "model"]])
 def test_what_cannot_be_cut_is_left_as_it_is(prepared, flags):
     job, model, _, records = prepared(*flags)

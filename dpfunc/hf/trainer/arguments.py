@@ -215,8 +215,8 @@ class PrivacyArguments:
         if self.dp_dataset_size is None or num_records <= self.dp_dataset_size:
             return self.dp_dataset_size or num_records
         raise InvalidArgument(
-            f"Expected at most dp_dataset_size={self.dp_dataset_size} records, got {num_records}. A bound that the "
-            "data exceed is none: choose a larger one."
+            f"Expected at most dp_dataset_size={self.dp_dataset_size} records, got more. A bound that the data exceed "
+            "is none: choose a larger one."
         )
 
     def plan(self, dataset_size: int, expected_batch_size: float, num_steps: int, spent: Ledger | None = None) -> Plan:
