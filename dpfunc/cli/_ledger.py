@@ -20,7 +20,6 @@ from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE
 from dpfunc.checkpoint.costs import read_cost
 from dpfunc.checkpoint.journal import Taken, read_steps, steps_ledger
 from dpfunc.cli._output import describe, json_option, print_checks, print_json, print_list, print_rows, print_values
-from dpfunc.types import Event
 
 _ROUNDING = 1e-6  # relative; other versions of numpy and scipy round in other ways
 _Row = tuple[str, bool, str]  # name of a check, True if it agrees, and what was found
@@ -305,7 +304,7 @@ def _of_search(record: SelectionRecord) -> list[_Row]:
     return [("score", record.score in known.SCORES, record.score), *told]
 
 
-def _settings(values: Mapping[str, str], events: Iterable[Event]) -> list[_Row]:
+def _settings(values: Mapping[str, str], events: Iterable[accounting.Event]) -> list[_Row]:
     """Compare the settings of runs with the words of dpfunc, and their sampler with the events."""
     unknown = [name for name, words in _SETTINGS.items() if values[name] not in words]
     unknown += [] if known.is_proven(values["mechanism"]) else ["mechanism"]
