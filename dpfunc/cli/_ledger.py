@@ -300,8 +300,8 @@ def _of_run(record: Record, runs: Mapping[str, Mapping[int, Taken]]) -> list[_Ro
 def _of_search(record: SelectionRecord) -> list[_Row]:
     """Look for words that dpfunc does not write; of runs of which none was released no settings are told."""
     events = [event for ledger in record.ledgers for event in ledger.events]
-    told = [] if record.settings is None else _settings(record.settings, events)
-    return [("score", record.score in known.SCORES, record.score), *told]
+    settings = [] if record.settings is None else _settings(record.settings, events)
+    return [("score", record.score in known.SCORES, record.score), *settings]
 
 
 def _settings(values: Mapping[str, str], events: Iterable[accounting.Event]) -> list[_Row]:
