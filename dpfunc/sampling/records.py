@@ -31,8 +31,9 @@ _RECOGNISED = 1024  # of larger ones
 _PROBED = 16  # at once
 _NUMBERS = frozenset((int, float, bool))
 _UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, OSError, copy.Error, PickleError)
-# Records may name files of images, which are read when the record is drawn.
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+# Records may name files of images or sound, which are read when the record is drawn.
+_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm",
+          ".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # fmt: skip
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -44,8 +45,8 @@ def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
 def data_name(dataset: Any) -> str:
     """A digest by which a resumed run recognises its data: the length, and what is in the records.
 
-    All records are read of a list or tuple of up to a million, and of another data set of up to 20000; image files that
-    they name are read too. Of larger ones 1024 records: that catches another split, order or version.
+    All records are read of a list or tuple of up to a million, and of another data set of up to 20000; files of images
+    and sound that they name are read too. Of larger ones 1024 records: that catches another split, order or version.
 
     Args:
         dataset: a data set with a length and an index; its records are read with torch's generator seeded.
@@ -175,7 +176,7 @@ def _(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
 @_contents.register
 def _(value: bool | int | float | str | bytes | PurePath | None, state: hashlib.blake2b) -> None:
     # a file that the record names: by its contents and its own name, wherever its folder is
-    names_file = isinstance(value, (str, PurePath)) and str(value).lower().endswith(_IMAGES) and os.path.isfile(value)
+    names_file = isinstance(value, (str, PurePath)) and str(value).lower().endswith(_FILES) and os.path.isfile(value)
     state.update(repr(PurePath(str(value)).name if names_file else value).encode())
     if names_file:
         with open(str(value), "rb") as file:

@@ -57,17 +57,18 @@ def test_images_that_records_name_are_part_of_them(tmp_path, record):
     assert data_name([record(file)]) != before
 
 
+@pytest.mark.parametrize("ending", ["png", "WAV"])
 @pytest.mark.parametrize("record", [lambda path: {"image": str(path)}, lambda path: Asked(path, "what?")])
-def test_images_are_recognised_at_another_place(tmp_path, record):
+def test_files_are_recognised_at_another_place(tmp_path, record, ending):
     """By their contents and names: a folder that is mounted elsewhere was another data set."""
     names = set()
     for folder, name, pixels in (
-        ("a", "1.png", b"1"),
-        ("b", "1.png", b"1"),
-        ("a", "2.png", b"1"),
-        ("c", "1.png", b"2"),
+        ("a", "1", b"1"),
+        ("b", "1", b"1"),
+        ("a", "2", b"1"),
+        ("c", "1", b"2"),
     ):
-        file = tmp_path / folder / name
+        file = tmp_path / folder / f"{name}.{ending}"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(pixels)
         names.add(data_name([record(file)]))
