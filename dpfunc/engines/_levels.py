@@ -303,6 +303,7 @@ class PassResult:
     aux: Any = None
     by_row: Sequence[str] = ()
     reads: str = ""
+    reads_of_constants: str = ""
 
 
 _ANCHOR = torch.zeros((), device="cpu")
@@ -332,7 +333,7 @@ class Pass(TorchFunctionMode):
         self.turned: dict[int, tuple[Tensor, Tensor]] = {}
         self.stopped: BaseException | None = None
         self.disagreed: Diverged | None = None
-        self.in_backward, self.reads = False, ""
+        self.in_backward, self.reads, self.reads_of_constants = False, "", ""
 
     def plain(self, leaf: object) -> tuple[str, Tensor] | None:
         """Name and value of a parameter, if this is one."""
@@ -373,6 +374,11 @@ class Pass(TorchFunctionMode):
             if not in_lockstep():
                 self.stop(differ)
             self.disagreed = self.disagreed or differ
+
+    def read_constant(self, read: str) -> Any:
+        """Note a read of a tensor that is the same for all rows, which torch answers."""
+        self.reads_of_constants = self.reads_of_constants or read
+        return NotImplemented
 
     def expect(self, names: Iterable[str]) -> None:
         """Count uses of parameters whose gradients will come."""

@@ -254,11 +254,13 @@ def sizes(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def _of_varying_shape(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return by_rows(owner, func, args, kwargs, shapes_vary=True) if any_row((args, kwargs)) else NotImplemented
+    if any_row((args, kwargs)):
+        return by_rows(owner, func, args, kwargs, shapes_vary=True)
+    return owner.read_constant(func.__name__)
 
 
 def _read(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return read(owner, func, args, kwargs) if any_row((args, kwargs)) else NotImplemented
+    return read(owner, func, args, kwargs) if any_row((args, kwargs)) else owner.read_constant(func.__name__)
 
 
 def strided(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

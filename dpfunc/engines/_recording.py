@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -65,24 +65,25 @@ class Recording:
     """The operations of one pass over rows of a shape: those up to the norms, and those of the sums.
 
     Args:
-        before, after: the two parts. names: parameters, in order. draws: random numbers of a row, in order. aux:
+        to_norms, to_sums: the two parts. names: parameters, in order. draws: random numbers of a row, in order. aux:
             structure of the aux of the loss. dtype: of the factors. operations: number of all of them.
     """
 
-    before: fx.GraphModule
-    after: fx.GraphModule
+    to_norms: fx.GraphModule
+    to_sums: fx.GraphModule
     names: tuple[str, ...]
     draws: tuple[DropoutMask, ...]
     aux: Any
     dtype: torch.dtype
     operations: int
 
-    def norms(self, inputs: Sequence[Tensor], positions: Sequence[int]) -> Norms:
-        """Replay the pass on parameters and rows of the same shapes, which draw as at these positions."""
-        own = OwnDraws(positions, torch.default_generator.get_state())
+    def norms(self, inputs: Sequence[Tensor], positions: Sequence[int], seed: Tensor) -> Norms:
+        """Replay the pass on parameters and rows of the same shapes, which draw as at these positions from a seed."""
+        torch.default_generator.set_state(seed)
+        own = OwnDraws(positions, seed)
+        drawn = (own.of_each(draw, draw.device) for draw in self.draws)  # each where it is used
         with torch.no_grad():
-            drawn = [own.of_each(draw, draw.device) for draw in self.draws]
-            losses_B, no_mark, *others = self.before(*inputs, *drawn)
+            losses_B, no_mark, *others = self.to_norms(*inputs, drawn)
         count = len(self.names)
         squares, rest = dict(zip(self.names, others[:count], strict=True)), others[count:]
         size = 0 if self.aux is None else self.aux.num_leaves
@@ -92,7 +93,7 @@ class Recording:
     def sums(self, found: Norms, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replay the weighted sums."""
         with torch.no_grad():
-            sums = self.after(*found.values, *(factors[name].to(self.dtype) for name in self.names))
+            sums = self.to_sums(*found.values, *(factors[name].to(self.dtype) for name in self.names))
         return dict(zip(self.names, sums, strict=True))
 
 
@@ -128,10 +129,15 @@ def record(
         results = [found.losses_B, found.no_mark, *found.sq_norms().values(), *aux]
         return [*results, *found.weighted_sum(dict(zip(names, tensors[len(inputs) :], strict=True))).values()]
 
-    graph = _tracing().make_fx(whole)(*inputs, *factors.values())
-    before, after = _parts(graph, len(inputs), len(names), [values_B for _, values_B in noted])
-    operations = sum(node.op == "call_function" for part in (before, after) for node in part.graph.nodes)
-    return Recording(before, after, names, tuple(draw for draw, _ in noted), aux_spec, dtype, operations)
+    graph = _tracing().make_fx(whole, {_ATEN._local_scalar_dense.default: _refuse_read})(*inputs, *factors.values())
+    parts = _parts(graph, len(inputs), len(names), [values_B for _, values_B in noted])
+    operations = sum(node.op == "call_function" for part in parts for node in part.graph.nodes)
+    return Recording(*parts, names, tuple(draw for draw, _ in noted), aux_spec, dtype, operations)
+
+
+def _refuse_read(value: Tensor) -> NoReturn:
+    """A number that Python, or torch, reads of a tensor would be a constant."""
+    raise CannotRecord("Python reads numbers of tensors")
 
 
 def _tracing() -> Any:
@@ -151,19 +157,24 @@ def _parts(
     results, sums = output.args[0][:-num_params], output.args[0][-num_params:]
     first, second = {*inputs, *body[:start]}, body[start:]
     used = dict.fromkeys(node for late in (*second, *sums) for node in (late, *late.all_input_nodes) if node in first)
-    before, after = fx.Graph(), fx.Graph()
-    known = {node: before.node_copy(node) for node in inputs}
-    for n, values_B in enumerate(drawn):  # which is a constant of what was recorded
-        own = before.placeholder(f"draw_{n}")
-        known |= {node: own for node in body if node.op == "get_attr" and getattr(graph, str(node.target)) is values_B}
-    _copy(body[:start], before, known)
-    before.output([known[node] for node in (*results, *used)])
-    known = {node: after.placeholder(f"value_{n}") for n, node in enumerate(used)}
-    known |= {node: after.placeholder(f"factor_{n}") for n, node in enumerate(factors)}
-    _copy(second, after, known)
+    to_norms, to_sums = fx.Graph(), fx.Graph()
+    known = {node: to_norms.node_copy(node) for node in inputs}
+    source, draws, taken = to_norms.placeholder("draws"), [*map(id, drawn)], list[fx.Node]()
+    for node in body[:start]:
+        constant = id(getattr(graph, str(node.target))) if node.op == "get_attr" else None
+        if constant in draws:  # a draw is a constant of what was recorded; those before it come first, also without use
+            last = draws.index(constant)
+            taken += [to_norms.call_function(next, (source,)) for _ in draws[len(taken) : last + 1]]
+            known[node] = taken[last]
+        _copy([node], to_norms, known)
+    taken += [to_norms.call_function(next, (source,)) for _ in draws[len(taken) :]]
+    to_norms.output([known[node] for node in (*results, *used)])
+    known = {node: to_sums.placeholder(f"value_{n}") for n, node in enumerate(used)}
+    known |= {node: to_sums.placeholder(f"factor_{n}") for n, node in enumerate(factors)}
+    _copy(second, to_sums, known)
     # a sum that no factor changes, as of a parameter that is not used: the caller may write into what it gets
-    after.output([after.call_function(_ATEN.clone.default, (known[n],)) if n in first else known[n] for n in sums])
-    return _module(graph, before), _module(graph, after)
+    to_sums.output([to_sums.call_function(_ATEN.clone.default, (known[n],)) if n in first else known[n] for n in sums])
+    return _module(graph, to_norms), _module(graph, to_sums)
 
 
 def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> None:
@@ -180,7 +191,7 @@ def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, known: dict[fx.Node, fx.Nod
 
 def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A function of its inputs, without operations whose results nobody uses."""
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is next)
     _refuse_effects(graph)
     for node in graph.nodes:
         node.meta.clear()  # descriptions of each result
@@ -198,7 +209,7 @@ def _refuse_effects(graph: fx.Graph) -> None:
         ):
             if not outer.isdisjoint(node.all_input_nodes):
                 outer.add(node)
-        elif node.op == "call_function":
+        elif node.op == "call_function" and node.target is not next:
             if not isinstance(node.target, OpOverload):
                 raise CannotRecord(f"it calls {node.target}, which is no operation of torch")
             _refuse_write(node, node.target, outer)

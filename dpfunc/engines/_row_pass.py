@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 
@@ -302,8 +303,8 @@ class _RowPass(Pass):
 
     def _with_own_memory(self, found: Any) -> Any:
         """A tensor that is the same for all rows, with memory for each."""
-        if not isinstance(found, Tensor) or is_row(found):
-            return found
+        if not isinstance(found, Tensor) or is_row(found) or functorch.maybe_current_level() is None:
+            return found  # without a level, it is a tensor of torch's tracing
         value = inside(found)
         with OutsideTransforms():
             values_B = value.unsqueeze(0).repeat(self.levels.rows, *[1] * value.ndim)
@@ -462,7 +463,8 @@ def run_pass(
             losses_B = over.all_rows(losses_1)[:, 0].detach()
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
-    return PassResult(losses_B, rest, params, mode.disagreed, mode.credited, aux, tuple(mode.by_row), mode.reads)
+    read = mode.reads, mode.reads_of_constants
+    return PassResult(losses_B, rest, params, mode.disagreed, mode.credited, aux, tuple(mode.by_row), *read)
 
 
 def first_settings_that_work(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:

@@ -6,6 +6,9 @@ In a small step the Python between two operations takes longer than they do. A r
 """
 
 import logging
+import pickle
+import random
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -13,14 +16,15 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep
-from dpfunc.batches import batch_size
-from dpfunc.engines._levels import Stop
+from dpfunc.batches import batch_size, tree_leaves
+from dpfunc.engines._guards.kept_state import Reached, quick_state
+from dpfunc.engines._guards.loss import refuse_kept
+from dpfunc.engines._levels import PassResult, Stop
 from dpfunc.engines._numerics import is_exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines._recording import CannotRecord, Norms, Recording, factors_of, record, same_numbers
@@ -35,7 +39,34 @@ _log = logging.getLogger("dpfunc")
 
 COMPARED = 2  # passes with which a recording is compared before it is used; the first is over what was recorded
 CHECKED = 100  # of so many later passes one is compared
-MOST_SHAPES = 8  # recordings of one loss
+MOST_SHAPES = 8  # recordings that are begun for one loss
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Arguments of a pass over rows, and the state of torch's generator before it."""
+
+    loss_fn: LossFn
+    params: Params
+    batch: Batch
+    positions: Sequence[int]
+    seed: Tensor = field(default_factory=torch.default_generator.get_state)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Parameters and columns of the batch."""
+        return [value.detach() for value in (*self.params.values(), *tree_leaves(self.batch))]
+
+    @cached_property
+    def layout(self) -> object:
+        """Key of passes that have the same operations, if Python does the same in them."""
+        settings = in_lockstep(), is_exact(self.tensors[0].device), torch.get_default_dtype()
+        shapes = [(type(v), v.shape, v.stride(), v.dtype, v.device) for v in self.tensors]
+        return (*self.params, pytree.tree_structure(self.batch), *settings, *shapes)
+
+    def by(self, engine: VmapGrad) -> PerSampleGrads:
+        """Compute it by an engine."""
+        return engine.rows(self.loss_fn, self.params, self.batch, self.positions)
 
 
 @dataclass
@@ -43,14 +74,13 @@ class _Shape:
     """Decides whether rows of one shape are recorded, compared or replayed. It changes no result.
 
     Args:
-        why_not: why there is no recording; empty if there is one, or may be, None before the first pass.
-        compared: passes that were compared before the first replay. replayed: uses after that. ordinary: decision of
-            `auto` about the last ordinary pass.
+        why_not: why there is no recording. passes: ordinary ones. replayed: uses of the recording, and comparisons.
+        ordinary: decision of `auto` about the last ordinary pass.
     """
 
-    why_not: str | None = None
+    why_not: str = ""
     recording: Recording | None = None
-    compared: int = 0
+    passes: int = 0
     replayed: int = 0
     ordinary: Decision | None = None
 
@@ -63,73 +93,92 @@ class _Shape:
 
     def replays(self) -> Recording | None:
         """The recording, if the next use is a replay; one in `CHECKED` is compared instead."""
-        if self.compared < COMPARED:
+        if self.recording is None or self.passes <= COMPARED:
             return None
         self.replayed += 1
         return self.recording if self.replayed % CHECKED else None
 
     def passed(self, decision: Decision | None) -> None:
         """Take the decision of `auto` about an ordinary pass."""
-        self.ordinary = decision
+        self.passes, self.ordinary = self.passes + 1, decision
 
-    def decide(self, why_not: str) -> None:
-        """Decide that there is no recording, and why; or, if `why_not` is empty, that there may be one."""
-        self.why_not = why_not
-        if why_not:
-            self.recording = None
-            _log.warning("engine captured: %s", self.note)
+    def refuse(self, why_not: str, *, differs: bool = True) -> None:
+        """Decide that there is no recording, and why.
 
-    def compare(
-        self, make: Callable[[PerSample], Recording], inputs: Sequence[Tensor], positions: Sequence[int],
-        found: PerSampleGrads, after: Tensor,
-    ) -> None:  # fmt: skip
+        Raises:
+            UnsupportedModel: there was one, it was replayed, and it `differs` from what the loss computes now.
+        """
+        self.why_not, self.recording = why_not, None
+        _log.warning("engine captured: %s", self.note)
+        if self.replayed and differs:
+            raise UnsupportedModel(
+                "The loss is another one than when its operations were recorded: it depends on something that has "
+                "changed and that a recording does not see (memory of NumPy, a file, the time). Use engine='auto', and "
+                f"repeat the last {CHECKED} steps if they need the change. They are as private as they were said to "
+                f"be; nothing was released and nothing was spent in this one. What was seen: {why_not}."
+            )
+
+    def compare(self, make: Callable[[], Recording], given: _Pass, found: PerSample, end: Tensor) -> None:
         """Record, if that is not done, and compare what is recorded with an ordinary pass over these rows.
 
         Args:
-            after: state in which the ordinary pass has left torch's generator.
+            found: what the ordinary pass has found. end: state in which it has left torch's generator.
 
         Raises:
-            UnsupportedModel: it was replayed before, and is not what the loss computes now.
+            UnsupportedModel: see `refuse`.
         """
-        why_not = self._difference(make, inputs, positions, found, after)
-        if why_not:
-            self.decide(why_not)
-        elif self.compared < COMPARED:
-            self.compared += 1
-            if self.compared == COMPARED:
-                _log.info("engine captured: %s", self.note)
-        if why_not and self.replayed:
-            raise UnsupportedModel(
-                "The loss is another one than when its operations were recorded: something that it reads in Python has "
-                "changed (a number, a flag, a tensor that was replaced), which a recording does not see. Use "
-                f"engine='auto', and repeat the last {CHECKED} steps if they need the change. They are as private as "
-                "they were said to be; nothing was released and nothing was spent in this one."
-            )
-
-    def _difference(
-        self, make: Callable[[PerSample], Recording], inputs: Sequence[Tensor], positions: Sequence[int],
-        found: PerSampleGrads, after: Tensor,
-    ) -> str:  # fmt: skip
-        """Why the recording cannot be used, as these rows show it; empty if they show nothing."""
-        if not isinstance(found, PerSample):
-            return "its rows were not computed in one pass"
-        state = torch.default_generator.get_state()
+        why_not, ordinary = "another pass gave other numbers", found.unmarked()
         try:
-            self.recording = self.recording or make(found)
-            torch.default_generator.set_state(state)
-            norms, ordinary = self.recording.norms(inputs, positions), found.unmarked()
-            factors = factors_of(norms.sq_norms)
-            drawn = torch.default_generator.get_state()
+            self.recording = self.recording or make()
+            norms = self.recording.norms(given.tensors, given.positions, given.seed)
+            factors, drawn = factors_of(norms.sq_norms), torch.default_generator.get_state()
             recorded = [drawn, norms.losses_B, norms.aux, norms.sq_norms, self.recording.sums(norms, factors)]
-            same = same_numbers(
-                recorded, [after, found.losses_B, found.aux, ordinary.sq_norms(), ordinary.weighted_sum(factors)]
-            )
+            expected = [end, found.losses_B, found.aux, ordinary.sq_norms(), ordinary.weighted_sum(factors)]
+            why_not = "" if same_numbers(recorded, expected) else why_not
         except (DPFuncError, Stop, *ORDINARY) as error:
             refuse_out_of_memory(error)
-            if "tracing tensor" in str(error):  # torch's own words are about its tracing
-                return "an operation reads numbers of rows"
-            return (str(error).splitlines() or [type(error).__name__])[0]
-        return "" if same else "another pass gave other numbers"
+            why_not = (str(error).splitlines() or [type(error).__name__])[0]
+        if why_not:
+            self.refuse(why_not)
+        elif self.passes == COMPARED + 1:
+            _log.info("engine captured: %s", self.note)
+
+
+@dataclass
+class _Known:
+    """What is known of one loss: its recordings, and what it reaches in Python, with which they were made."""
+
+    reached: Reached = field(default_factory=Reached)
+    shapes: dict[object, _Shape] = field(default_factory=dict)
+    begun: int = 0
+    rest: _Shape = field(default_factory=_Shape)
+    last: _Shape | None = None
+
+    def __reduce__(self) -> tuple[type["_Known"], tuple[()]]:
+        """A copy of an engine knows nothing: what the loss reaches may be copied, too, or not."""
+        return _Known, ()
+
+    def shape(self, given: _Pass) -> _Shape:
+        """What was decided about rows of this shape; nothing, if what the loss reaches has changed since."""
+        if self.shapes and self.reached.changed(given.loss_fn):
+            _log.info("engine captured: what the loss reads in Python has changed, recordings begin anew")
+            self.shapes.clear()
+        if given.layout not in self.shapes and self.begun < MOST_SHAPES:
+            self.begun += 1
+            self.shapes[given.layout] = _Shape()
+        self.last = self.shapes.get(given.layout, self.rest)
+        if self.last is self.rest and not self.rest.why_not:
+            self.rest.refuse(
+                f"there are more than {MOST_SHAPES} shapes of rows, or what it reads in Python changes from step to "
+                "step: set microbatch_size, fill rows up to few lengths, and put what changes into the batch"
+            )
+        return self.last
+
+
+def _kept(loss_fn: LossFn) -> tuple[object, ...]:
+    """What a pass might change: what the loss keeps, and the random generators of Python and NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    return quick_state(loss_fn), random.getstate(), numpy and pickle.dumps(numpy.random.get_state())
 
 
 @dataclass(frozen=True)
@@ -138,7 +187,8 @@ class Replayed:
 
     recording: Recording
     found: Norms
-    ordinary: Callable[[], PerSampleGrads]
+    given: _Pass
+    engine: VmapGrad
     late: bool = False
     needs_audit: ClassVar[bool] = True
     repeatable: ClassVar[bool] = True
@@ -162,7 +212,10 @@ class Replayed:
 
     @cached_property
     def _careful(self) -> PerSampleGrads | None:
-        return self.ordinary() if not self.late and self.is_marked else None
+        if self.late or not self.is_marked:
+            return None
+        with with_generator_state(self.given.seed):
+            return self.given.by(self.engine)
 
     def sq_norms(self) -> dict[str, Tensor]:
         return self.found.sq_norms if self._careful is None else self._careful.sq_norms()
@@ -180,15 +233,18 @@ class _Recorded(VmapGrad):
         raise CannotRecord(f"torch cannot record its pass ({reason})")
 
 
+def _refuse_reads(result: PassResult) -> None:
+    """Refuse to record a pass in which Python reads numbers: they, or what follows from them, would be constants."""
+    if read := result.reads or result.reads_of_constants:
+        raise CannotRecord(f"Python reads numbers of tensors ({read})")
+
+
 @dataclass(frozen=True)
 class CapturedGrad:
     """Engine that `captured` returns."""
 
     inner: VmapGrad = field(default_factory=VmapGrad, repr=False, compare=False)
-    _known: MutableMapping[LossFn, dict[object, _Shape]] = field(
-        default_factory=WeakIdKeyDictionary, repr=False, compare=False
-    )
-    _last: MutableMapping[LossFn, _Shape] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _known: MutableMapping[LossFn, _Known] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
     fixed_rows: ClassVar[bool] = True
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:
@@ -201,7 +257,8 @@ class CapturedGrad:
 
     def decision(self, loss_fn: LossFn) -> Decision | None:
         """Decision of `auto` about rows of the last shape, and whether it was replayed; None before the first."""
-        shape = self._last.get(loss_fn)
+        known = self._known.get(loss_fn)
+        shape = known.last if known else None
         found = shape.ordinary if shape else None
         return replace(found, reason=f"{found.reason}; {shape.note}") if found and shape and shape.note else found
 
@@ -209,71 +266,58 @@ class CapturedGrad:
         """Gradients of rows at these positions of a batch: replayed, or those of `auto`."""
         if not positions:
             return self.inner.rows(loss_fn, params, batch, positions)
-        leaves, structure = pytree.tree_flatten(batch)
-        given = (*params.values(), *leaves)
-        how = in_lockstep(), is_exact(given[0].device), torch.get_default_dtype()
-        of_loss = self._known.setdefault(loss_fn, {})
-        layout: object = (tuple(params), structure, *how, *map(_layout, given))
-        # all further shapes are one
-        shape = of_loss.setdefault(layout if layout in of_loss or len(of_loss) < MOST_SHAPES else None, _Shape())
-        self._last[loss_fn] = shape
-        inputs, state = [value.detach() for value in given], torch.default_generator.get_state()
+        refuse_kept(loss_fn)
+        given = _Pass(loss_fn, params, batch, positions)
+        shape = self._known.setdefault(loss_fn, _Known()).shape(given)
+        return self._replayed(given, shape) or self._ordinary(given, shape)
+
+    def _replayed(self, given: _Pass, shape: _Shape) -> Replayed | None:
+        """A replay. None where there is none, and where it fails: an ordinary pass says what is wrong with the rows."""
         recording = shape.replays()
-        if recording is not None:
-            ordinary = partial(_from_state, state, partial(self.inner.rows, loss_fn, params, batch, positions))
-            try:
-                return Replayed(recording, recording.norms(inputs, positions), ordinary)
-            except ORDINARY as error:  # an ordinary pass says what is wrong with this batch
-                refuse_out_of_memory(error)
-                torch.default_generator.set_state(state)
-        read: list[str] = []
-        engine = replace(self.inner, on_pass=lambda result: read.append(result.reads))
-        per_sample = engine.rows(loss_fn, params, batch, positions)
-        shape.passed(self.inner.decision(loss_fn))
-        if shape.why_not is None:
-            shape.decide(self._why_not(loss_fn, given, how, any(read), len(of_loss)))
-        elif recording is None and not shape.why_not:
+        if recording is None:
+            return None
+        try:
+            return Replayed(recording, recording.norms(given.tensors, given.positions, given.seed), given, self.inner)
+        except ORDINARY as error:
+            refuse_out_of_memory(error)
+            torch.default_generator.set_state(given.seed)
+            return None
 
-            def compute(tensors: Sequence[Tensor], draws: Any) -> object:
-                own, rows = dict(zip(params, tensors, strict=False)), tensors[len(params) :]
-                recorded = _Recorded(**vars(replace(engine, draws=draws)))
-                found = recorded.rows(loss_fn, own, pytree.tree_unflatten(rows, structure), positions)
-                if any(read):  # the numbers, or what follows from them, would be constants
-                    raise CannotRecord("Python reads numbers of rows")
-                return found
-
-            after = torch.default_generator.get_state()
-            with with_generator_state(state):
-                shape.compare(partial(record, compute, inputs), inputs, positions, per_sample, after)
-        return per_sample
-
-    def _why_not(
-        self, loss_fn: LossFn, given: Sequence[Tensor], how: tuple[bool, bool, torch.dtype], reads: bool, shapes: int
-    ) -> str:
-        """Why a pass cannot be recorded, as far as the first one shows; empty if it may be tried."""
-        decision = self.inner.decision(loss_fn)
-        lockstep, exactly, _ = how
+    def _ordinary(self, given: _Pass, shape: _Shape) -> PerSampleGrads:
+        """The pass of `auto`; it is recorded, or compared with what was, if it can be and is not the first."""
+        kept, found = None if shape.why_not else _kept(given.loss_fn), given.by(self.inner)
+        end, decision = torch.default_generator.get_state(), self.inner.decision(given.loss_fn)
+        shape.passed(decision)
+        if shape.why_not:
+            return found
+        changes = shape.passes > 1 and kept != _kept(given.loss_fn)
         reasons = {
-            "processes go in lockstep": lockstep,
-            "it is no CPU, or products are shortened (autocast, set_float32_matmul_precision)": not exactly,
-            "its rows were not computed in one pass": decision is None or decision.engine != "one pass",
-            "Python reads numbers of rows": reads,
-            "functions run row by row": bool(decision and decision.by_row),
-            "parameters or rows are of a class of their own": not {Tensor, Parameter}.issuperset(map(type, given)),
-            f"there are more than {MOST_SHAPES} shapes of rows: set microbatch_size, and fill rows up to few lengths":
-                shapes > MOST_SHAPES,
+            "processes go in lockstep": in_lockstep(),
+            "it is no CPU, or products are shortened (autocast, set_float32_matmul_precision)":
+                not is_exact(given.tensors[0].device),
+            "its rows were not computed in one pass": not (isinstance(found, PerSample) and found.needs_audit),
+            "functions run row by row": decision is not None and decision.by_row,
+            "parameters or rows are of a class of their own": {*map(type, given.tensors)} != {Tensor},
+            "it changes what it keeps from call to call, or draws from a generator of Python or NumPy": changes,
         }  # fmt: skip
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        why_not = next((reason for reason, holds in reasons.items() if holds), "")
+        if why_not:
+            shape.refuse(why_not, differs=not changes)
+        elif shape.passes > 1 and isinstance(found, PerSample):
+            with with_generator_state(given.seed):
+                shape.compare(partial(self._record, given, found), given, found, end)
+        return found
 
+    def _record(self, given: _Pass, found: PerSample) -> Recording:
+        """Record a pass over these rows, of which an ordinary one has found this."""
+        structure, count = pytree.tree_structure(given.batch), len(given.params)
 
-def _layout(value: Any) -> object:
-    return (type(value), value.shape, value.stride(), value.dtype, value.device)
+        def compute(tensors: Sequence[Tensor], draws: Any) -> object:
+            params, rows = dict(zip(given.params, tensors, strict=False)), tensors[count:]
+            engine = _Recorded(**vars(replace(self.inner, draws=draws, on_pass=_refuse_reads)))
+            return engine.rows(given.loss_fn, params, pytree.tree_unflatten(rows, structure), given.positions)
 
-
-def _from_state(state: Tensor, compute: Callable[[], PerSampleGrads]) -> PerSampleGrads:
-    """Compute with random numbers from a state of torch's generator."""
-    with with_generator_state(state):
-        return compute()
+        return record(compute, given.tensors, found)
 
 
 def captured() -> CapturedGrad:
@@ -283,15 +327,17 @@ def captured() -> CapturedGrad:
     which takes some seconds; it and the next one are compared with the recording, which has to give the same numbers,
     bit for bit, for losses, norms and sums. One in 100 later passes is compared, too.
 
-    A recording does what the operations did, on the numbers of new parameters and rows. **Python does not run**: hooks,
-    counters and messages of the loss happen in the passes that are compared only, and a number of Python that changes
-    between steps, such as a coefficient by schedule, stays as it was until a pass is compared, which then ends the run
-    with an error. Gradients are per-sample gradients of the recorded loss, clipped as any others: the guarantee holds.
+    A recording does what the operations did, on the numbers of new parameters and rows. **Python does not run**: hooks
+    and messages of the loss happen in the passes that are compared only. Before each pass, what the loss reaches in
+    Python (numbers, flags, which tensors) is compared with what it was: if it has changed, recordings begin anew. A
+    change that this does not see, in memory of NumPy or a file, is seen where a pass is compared, and ends the run.
+    Gradients are per-sample gradients of the recorded loss, clipped as any others: the guarantee holds.
 
-    Not recorded, and computed by `auto`: losses that draw other random numbers than those of dropout, that write into
-    their batch, or whose rows do not go through one pass; products in fewer digits (autocast); devices other than a
-    CPU; more than 8 shapes of rows. Rows of padding fill the last microbatch up to `microbatch_size`, which has to be
-    set where the size of batches is random. `decision(loss_fn)` says what became of the last microbatch.
+    Not recorded, and computed by `auto`: losses that give numbers of tensors to Python, that draw other random numbers
+    than those of dropout, that write into their batch, that change what they reach (a counter), or whose rows do not go
+    through one pass; products in fewer digits (autocast); devices other than a CPU; more than 8 shapes of rows, or
+    changes. Rows of padding fill microbatches up to `microbatch_size`, or up to one of few sizes if it is not set.
+    `decision(loss_fn)` says what became of the last microbatch.
 
     Returns:
         An engine as `auto`, with its errors and guarantees. Unreleased.

@@ -52,7 +52,7 @@ class RowEngine(Protocol):
 
     Its gradients have two members more: `needs_audit`, false if each row was computed alone, or cannot be; and
     `repeatable`, true if weighted sums can be taken more than once without another pass. An engine whose `fixed_rows`
-    is true gets microbatches of one size, with rows of padding, where that size is given.
+    is true gets microbatches of one size, with rows of padding; of few sizes, where none is given.
     """
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> object:
@@ -147,7 +147,7 @@ class Microbatches:
         num_samples = batch_size(batch)
         self.prepare(params, batch)
         size = self._size(params, batch, num_samples)
-        padded = _narrow(params) or (isinstance(self.size, int) and getattr(self.engine, "fixed_rows", False))
+        padded = _narrow(params) or getattr(self.engine, "fixed_rows", False)
         if padded and mask_B is None:
             mask_B = torch.ones(num_samples, dtype=torch.bool, device=next(iter(params.values())).device)
         several = size < num_samples and not in_lockstep()
@@ -185,12 +185,14 @@ class Microbatches:
             return self._trials(partial(warm_up, self.loss_fn, params, batch), self.loss_fn, params, batch)
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
-        if self.size is None:
-            return max(2, num_samples) if _narrow(params) else num_samples
-        if self.size != "auto":
+        if isinstance(self.size, int):
             return self.size
-        largest = self._sizes(partial(_largest, self.loss_fn, params, batch), self.loss_fn, params, batch)
-        return math.ceil(num_samples / math.ceil(num_samples / largest))
+        size = max(2, num_samples) if _narrow(params) else num_samples
+        if self.size == "auto":
+            largest = self._sizes(partial(_largest, self.loss_fn, params, batch), self.loss_fn, params, batch)
+            size = math.ceil(num_samples / math.ceil(num_samples / largest))
+        step = 1 << max(2, size.bit_length() - 3) if getattr(self.engine, "fixed_rows", False) else 1  # few sizes
+        return math.ceil(size / step) * step
 
     def _microbatch(
         self,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
+import random
+import weakref
+from array import array
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +22,7 @@ import dpfunc
 from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import _recording, auto, captured
+from dpfunc.engines._draws import OwnDraws
 from dpfunc.engines.capture import Replayed
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
@@ -78,7 +84,7 @@ def test_all_models_are_the_same_bit_for_bit(name):
     found, reason = run(case.loss_fn, case.params, case.batch)
     assert all(same(one, other) for one, other in found)
     # LLaVA compares the number of its image tokens
-    assert ("Python reads numbers of rows" if name.startswith("LLaVA") else "operations are replayed") in reason
+    assert ("Python reads numbers of tensors" if name.startswith("LLaVA") else "operations are replayed") in reason
 
 
 def linear(params, batch):
@@ -134,14 +140,6 @@ def checkpointed(params, batch):
     return (hidden - batch[1]).square().mean(1)
 
 
-def counting(params, batch):
-    counting.calls += 1
-    return linear(params, batch) * (1 + counting.calls % 2)
-
-
-counting.calls = 0
-
-
 def drawing_twice(params, batch):
     """Both draws drop next to nothing, so that two passes show the same numbers."""
     drop = lambda x: F.dropout((x @ params["w"]).tanh(), 1e-4)
@@ -153,6 +151,7 @@ REPLAYED = {
     "checkpoints": checkpointed,
     "a use without a rule": lambda p, b: linear(p, b) + b[0].sum(1) * p["w"].sum(),
     "constants": lambda p, b: linear(p, (b[0] * torch.tensor([1.0, 2, 3, 4, 5, 6]), b[1])) * torch.arange(1, 2),
+    "a write into what the loss makes": lambda p, b: linear(p, b) + torch.zeros(len(b[0])).add_(b[0].sum(1)),
     "aux": lambda p, b: (linear(p, b), {"outputs": b[0] @ p["w"], "one": [b[1]]}),
     "not finite": lambda p, b: linear(p, b) / (b[0].sum(1) > 0),
     "a gradient by hand": lambda p, b: linear(p, (Times.apply(b[0]), b[1])),
@@ -160,14 +159,10 @@ REPLAYED = {
 }
 ORDINARY = {
     "a write into the batch": (written, "writes into its batch"),
-    "a write in place": (
-        lambda p, b: linear(p, b) + torch.zeros(len(b[0])).add_(b[0].sum(1)), "torch cannot record its pass"
-    ),
-    "reads": (lambda p, b: linear(p, b) * (2 if b[0].sum() > -1e9 else 1), "Python reads numbers of rows"),
+    "reads": (lambda p, b: linear(p, b) * (2 if b[0].sum() > -1e9 else 1), "Python reads numbers of tensors"),
     "other draws": (lambda p, b: linear(p, b) + torch.randn(1), "draws random numbers"),
-    "a counter that changes the loss": (counting, "another pass gave other numbers"),
     "draws that are drawn again": (drawing_twice, "another pass gave other numbers"),
-    "draws that are seeded": (lambda p, b: linear(p, b) + 0 * torch.manual_seed(3).initial_seed(), "other numbers"),
+    "draws that are seeded": (lambda p, b: linear(p, b) + 0 * torch.manual_seed(3).initial_seed(), "changes what it keeps"),
     "groups of rows": (lambda p, b: linear(p, b) * (2 if b[0].sum() > 0 else 1), "rows"),
 }  # fmt: skip
 
@@ -185,8 +180,7 @@ def test_losses_that_are_not(name, caplog):
     loss_fn, why = ORDINARY[name]
     with caplog.at_level(logging.WARNING, "dpfunc"):
         results_of = run(loss_fn, PARAMS, ROWS)
-    if loss_fn is not counting:
-        assert all(same(one, other) for one, other in results_of[0])
+    assert all(same(one, other) for one, other in results_of[0])
     assert "not recorded, since" in results_of[1]
     assert why in results_of[1]
     assert "engine captured: not recorded" in caplog.text
@@ -211,6 +205,28 @@ def test_draws_of_dropout_are_those_of_auto():
             moved = engine.rows(loss_fn, params, ROWS, positions)
         with torch_seed(insecure_key(1)):
             assert torch.equal(moved.losses_B, auto().rows(loss_fn, params, ROWS, positions).losses_B)
+
+
+def test_a_mask_of_dropout_is_drawn_where_it_is_used(monkeypatch):
+    """And gone before the next one; also one of a result that nobody uses is drawn."""
+
+    def loss_fn(params, batch):
+        hidden = F.dropout((batch[0] @ params["w"]).tanh(), 0.5)
+        F.dropout(hidden, 0.2)
+        return F.dropout(hidden, 0.3).square().sum(1)
+
+    engine, of_each, masks, alive = replaying(loss_fn), OwnDraws.of_each, [], []
+    expected = results(auto(), loss_fn, PARAMS, ROWS)
+
+    def drawn(self, *given):
+        alive.append(sum(mask() is not None for mask in masks))
+        found = of_each(self, *given)
+        masks.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(OwnDraws, "of_each", drawn)
+    assert same(expected, results(engine, loss_fn, PARAMS, ROWS))
+    assert alive == [0, 0, 0]
 
 
 def replaying(loss_fn=linear, params=PARAMS, batch=ROWS):
@@ -255,13 +271,137 @@ def test_what_is_frozen_is_read_as_it_is_now():
     assert isinstance(engine(loss_fn, PARAMS, ROWS), Replayed)
 
 
-def test_a_number_of_python_that_changes_ends_the_run(monkeypatch):
-    """At the next comparison: before anything of that step is released."""
+def changing(change):
+    """A loss whose factor is the first of these numbers, and a function that changes it."""
+    return lambda params, batch: linear(params, batch) * change[0], PARAMS, lambda: change.__setitem__(0, 2.0)
+
+
+def of_attribute(part, name, value):
+    """A loss of a module with a frozen layer and dropout, and a function that changes an attribute of a part of it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5), nn.Linear(3, 3), Scaled())
+    module[2].requires_grad_(False)
+    loss_fn, params = of_module(module)
+    return loss_fn, params, lambda: setattr(module[part], name, value(module[part]))
+
+
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def forward(self, x):
+        return x * self.scale * SCALE
+
+
+SCALE = 1.0
+MODULES = {
+    "a flag": (1, "training", lambda part: False),
+    "a probability": (1, "p", lambda part: 0.1),
+    "a new attribute": (3, "scale", lambda part: 2.0),
+    "another tensor": (2, "weight", lambda part: nn.Parameter(part.weight * 2, requires_grad=False)),
+}
+
+
+def seen_again(loss_fn, params, change, steps=5):
+    """The same numbers as `auto` right after the change, and replays again."""
+    engine = replaying(loss_fn, params)
+    before = results(engine, loss_fn, params, ROWS)
+    change()
+    for step in range(steps):
+        found = results(engine, loss_fn, params, ROWS)
+        assert same(found, results(auto(), loss_fn, params, ROWS)), step
+    assert not same(before, found)
+    assert isinstance(engine(loss_fn, params, ROWS), Replayed)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_attributes_that_change_are_recorded_again(name):
+    seen_again(*of_attribute(*MODULES[name]))
+
+
+def test_numbers_of_python_that_change_are_recorded_again(monkeypatch):
+    """In a closure, in a default, and of a global name or a class."""
+    factor = 1.0
+
+    def rebind():
+        nonlocal factor
+        factor = 2.0
+
+    seen_again(lambda params, batch: linear(params, batch) * factor, PARAMS, rebind)
+    seen_again(*changing([1.0]))
+
+    def of_default(params, batch, scale=1.0):
+        return linear(params, batch) * scale
+
+    seen_again(of_default, PARAMS, lambda: setattr(of_default, "__defaults__", (2.0,)))
+    loss_fn, params, _ = of_attribute(3, "scale", lambda part: 1.0)
+    seen_again(loss_fn, params, lambda: monkeypatch.setitem(globals(), "SCALE", 3.0))
+    loss_fn, params, _ = of_attribute(3, "scale", lambda part: 1.0)
+    seen_again(loss_fn, params, lambda: monkeypatch.setattr(Scaled, "scale", 4.0))
+
+
+def test_tensors_that_begin_to_require_gradients_are_seen():
+    frozen = torch.ones(3)
+    loss_fn = lambda params, batch: linear(params, batch) * (2 if frozen.requires_grad else 1)
+    seen_again(loss_fn, PARAMS, lambda: frozen.requires_grad_())
+
+
+def test_what_changes_in_each_step_is_not_recorded():
+    """A coefficient by schedule; and a counter of the loss, which would stand still in replays."""
+    step, engine = [0], captured()
+    scheduled = lambda params, batch: linear(params, batch) * (1 + step[0] / 100)
+    for number in range(12):
+        step[0] = number
+        assert same(results(engine, scheduled, PARAMS, ROWS), results(auto(), scheduled, PARAMS, ROWS))
+    assert "changes from step to step" in note(engine, scheduled)
+    calls, hidden = [0], itertools.count()
+
+    def late(params, batch):
+        calls[0] += 1
+        return linear(params, batch) * (2 if calls[0] > 50 else 1)
+
+    for loss_fn in (late, lambda params, batch: linear(params, batch) * (2 if next(hidden) > 50 else 1)):
+        found = [(engine(loss_fn, PARAMS, ROWS), note(engine, loss_fn)) for _ in range(12)]
+        assert not any(isinstance(each, Replayed) for each, _ in found)
+        assert any("changes what it keeps from call to call" in why for _, why in found)
+        assert "not recorded" in note(engine, loss_fn)
+
+
+HELD = torch.tensor(2.0)
+READ = {
+    "item": lambda p: HELD.item(),
+    "tolist": lambda p: HELD.tolist(),
+    "if": lambda p: 2 if HELD > 2.5 else 1,
+    "a result": lambda p: (HELD * 2).item(),
+    "by torch": lambda p: torch.arange(1.0, 5)[HELD.long()],
+    "of a parameter": lambda p: p["w"].sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_numbers_of_constants_and_parameters_that_python_reads_are_no_constants(name):
+    loss_fn = lambda params, batch: linear(params, batch) * READ[name](params)
+    found, reason = run(loss_fn, PARAMS, ROWS)
+    assert all(same(one, other) for one, other in found)
+    assert "not recorded, since Python reads numbers of tensors" in reason
+
+
+def test_draws_of_python_are_not_recorded():
+    """Also where they change next to nothing, so that two passes show the same numbers."""
+    loss_fn = lambda params, batch: linear(params, batch) * (2 if random.random() < 1e-9 else 1)
+    assert "changes what it keeps from call to call" in run(loss_fn, PARAMS, ROWS)[1]
+
+
+def unseen(monkeypatch):
+    """Memory that no identity shows, and a short way to the next comparison."""
     monkeypatch.setattr("dpfunc.engines.capture.CHECKED", 8)
-    scale = [1.0]
-    loss_fn = lambda params, batch: linear(params, batch) * scale[0]
+    return array("d", [1.0])
+
+
+def test_a_change_that_is_not_seen_ends_the_run(monkeypatch):
+    """At the next comparison: before anything of that step is released."""
+    loss_fn, _, change = changing(unseen(monkeypatch))
     engine = replaying(loss_fn)
-    scale[0] = 2.0
+    change()
     for _ in range(6):
         old = engine(loss_fn, PARAMS, ROWS)
     assert isinstance(old, Replayed)
@@ -274,11 +414,10 @@ def test_a_number_of_python_that_changes_ends_the_run(monkeypatch):
 
 def test_groups_of_rows_that_begin_end_the_run(monkeypatch):
     """Such a pass is none to compare with, but it shows that the loss is another one."""
-    monkeypatch.setattr("dpfunc.engines.capture.CHECKED", 8)
-    begun = []
-    loss_fn = lambda params, batch: linear(params, batch) * (2 if begun and batch[0].sum() > 0 else 1)
+    scale = unseen(monkeypatch)
+    loss_fn = lambda params, batch: linear(params, batch) * (2 if scale[0] > 1 and batch[0].sum() > 0 else 1)
     engine = replaying(loss_fn)
-    begun.append(True)
+    scale[0] = 2.0
     for _ in range(6):
         engine(loss_fn, PARAMS, ROWS)
     with pytest.raises(UnsupportedModel, match="another one than when its operations were recorded"):
@@ -296,7 +435,7 @@ def test_numbers_that_python_begins_to_read_are_no_constants(read):
     for step in range(5):
         given = ROWS[0], ones * step
         assert same(results(engine, loss_fn, PARAMS, given), results(auto(), loss_fn, PARAMS, given))
-    assert "Python reads numbers of rows" in note(engine, loss_fn)
+    assert "Python reads numbers of tensors" in note(engine, loss_fn)
 
 
 def test_aux_is_not_the_memory_of_the_batch():
@@ -309,15 +448,20 @@ def test_aux_is_not_the_memory_of_the_batch():
     assert torch.equal(rows[0], ROWS[0])
 
 
+def test_a_copy_of_an_engine_begins_anew():
+    engine = copy.deepcopy(replaying())
+    assert same(results(engine, linear, PARAMS, ROWS), results(auto(), linear, PARAMS, ROWS))
+    assert not note(engine, linear).endswith("replayed")
+
+
 def test_an_audit_sees_it_as_well(monkeypatch):
     """A row that is computed alone runs the loss as it is now."""
     monkeypatch.setattr("dpfunc.engines.microbatches.STEPS_IN", 1)
-    scale = [1.0]
-    loss_fn = lambda params, batch: linear(params, batch) * scale[0]
+    loss_fn, _, change = changing(array("d", [1.0]))
     clipped = make_clipped_grad(loss_fn, clipping.Flat(clip_norm=1.0), engine=captured())
     for _ in range(4):
         clipped(PARAMS, ROWS)
-    scale[0] = 2.0
+    change()
     with pytest.raises(UnsupportedModel, match="differs from what it has beside the others"):
         clipped(PARAMS, ROWS)
 
@@ -446,3 +590,17 @@ def test_a_step_releases_what_auto_releases(groups):
     assert "replayed" in last.decision(dp_step.clipped_grad.loss_fn).reason
     for name, value in released["auto"].items():
         assert torch.allclose(value, released["captured"][name], rtol=1e-5, atol=1e-6)
+
+
+def test_batches_of_random_sizes_are_of_few_shapes():
+    """A size is a function of the number of rows alone; what is released is what `auto` gives."""
+    engine = captured()
+    clipped, plain = (make_clipped_grad(linear, clipping.Flat(1.0), engine=each) for each in (engine, auto()))
+    sizes = {clipped._microbatches._size(PARAMS, ROWS, count) for count in range(200, 320)}
+    assert sizes == {224, 256, 320}
+    for count in (5, 7, 6, 8, 5, 6):
+        given = tuple(value[:count] for value in ROWS)
+        one, other = clipped(PARAMS, given), plain(PARAMS, given)
+        assert torch.allclose(one[0].sums["w"], other[0].sums["w"])
+        assert torch.allclose(one[1].losses_B, other[1].losses_B)
+    assert "replayed" in note(engine, clipped.loss_fn)

@@ -12,6 +12,7 @@ import gc
 import io
 import itertools
 import logging
+import operator
 import pickle
 import random
 import re
@@ -41,6 +42,7 @@ from types import (
     FunctionType,
     GeneratorType,
     GenericAlias,
+    MappingProxyType,
     MethodDescriptorType,
     ModuleType,
     TracebackType,
@@ -108,9 +110,73 @@ def python_state(loss_fn: object) -> tuple[object, ...]:
     return _after_collection(loss_fn).values
 
 
+def quick_state(loss_fn: object) -> tuple[object, ...]:
+    """The same, with what may be garbage: it can change by itself, if seldom."""
+    return _walk(loss_fn).values
+
+
 def is_changed(loss_fn: object, before: tuple[object, ...]) -> bool:
     """True if the state of a function has changed. Garbage, which takes long to collect, is collected only if so."""
     return _walk(loss_fn).values != before and python_state(loss_fn) != before
+
+
+class Reached:
+    """Notices that what a loss reaches in Python has changed: numbers, flags, texts, and which tensors.
+
+    Most times it only compares what the objects hold with what they held, by identity, in a small part of the time of a
+    walk, which follows where that is another. It does not see numbers of tensors, memory of other libraries (NumPy),
+    or values whose names code makes as text.
+    """
+
+    def __init__(self) -> None:
+        self._holders, self._scopes, self._tensors = list[Any](), list[tuple[Any, Sequence[str]]](), list[Tensor]()
+        self._held, self._values = list[Any](), list[object]()
+
+    def changed(self, loss_fn: object) -> bool:
+        """True if it has changed since the last call."""
+        now, before = self._holds(loss_fn), self._values
+        if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
+            return False
+        self._look(loss_fn)
+        return bool(before) and before != self._values
+
+    def _holds(self, loss_fn: object) -> list[Any]:
+        """Elements, attributes, and values of names."""
+        named = (scope.get(name) for scope, names in self._scopes for name in names)
+        return [*gc.get_referents(loss_fn, *self._holders), *named, *(each.requires_grad for each in self._tensors)]
+
+    def _look(self, loss_fn: object) -> None:
+        walk = _walk(loss_fn)
+        found = zip(walk.objects[2:], walk.values[2:], walk.parents[2:], strict=False)  # without the seed of the step
+        own = [(part, value) for part, value, owner in found if not _is_tensor(walk.objects[owner])]
+        self._values = [(id(part), part.requires_grad) if _is_tensor(part) else value for part, value in own]
+        parts = {id(part): part for part, _ in own if type(part) not in _PLAIN}.values()
+        self._tensors = [part for part in parts if _is_tensor(part)]
+        holders = [part for part in parts if _is_holder(part)]
+        tables = [getattr(part, "__dict__", None) for part in (loss_fn, *holders) if type(part) is not OrderedDict]
+        functions = [part for part in (loss_fn, *parts) if type(part) is FunctionType]
+        cells = itertools.chain.from_iterable(part.__closure__ or () for part in functions)
+        self._holders = [*holders, *cells, *(table for table in tables if isinstance(table, dict))]
+        functions = [part for part in functions if not _of_library(part)]
+        names = tuple({name for part in functions for name in _names(part.__code__)})
+        spaces = [vars(part) for part in parts if isinstance(part, ModuleType) and not _of_library(part)]
+        self._scopes = [
+            *((table, tuple(table)) for table in tables if isinstance(table, MappingProxyType)),
+            *((part.__globals__, _names(part.__code__)) for part in functions),
+            *((space, names) for space in spaces),
+        ]
+        self._held = self._holds(loss_fn)
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), Tensor)
+
+
+def _is_holder(value: Any) -> bool:
+    """True for what can be given other parts; not for classes of libraries."""
+    kind: Any = type(value)
+    fixed = issubclass(kind, (Tensor, *_AS_THEY_ARE, *_WEAK)) or (issubclass(kind, type) and _of_library(value))
+    return not fixed and kind not in (tuple, frozenset) and _how_to_read(kind)[1] is not None
 
 
 class _Walk(NamedTuple):
