@@ -127,7 +127,7 @@ class _Shape:
         Raises:
             UnsupportedModel: see `refuse`.
         """
-        why_not, ordinary = "another pass gave other numbers", found.unmarked()
+        why_not, differs, ordinary = "another pass gave other numbers", True, found.unmarked()
         try:
             self.recording = self.recording or make()
             norms = self.recording.norms(given.tensors, given.positions, given.seed)
@@ -138,8 +138,9 @@ class _Shape:
         except (DPFuncError, Stop, *ORDINARY) as error:
             refuse_out_of_memory(error)
             why_not = (str(error).splitlines() or [type(error).__name__])[0]
+            differs = False  # a replay before would have failed, too
         if why_not:
-            self.refuse(why_not)
+            self.refuse(why_not, differs=differs)
         elif self.passes == COMPARED + 1:
             _log.info("engine captured: %s", self.note)
 

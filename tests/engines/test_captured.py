@@ -339,6 +339,18 @@ def test_numbers_of_python_that_change_are_recorded_again(monkeypatch):
     seen_again(loss_fn, params, lambda: monkeypatch.setattr(Scaled, "scale", 4.0))
 
 
+def test_a_replay_that_fails_is_the_way_back_to_auto():
+    """Here a constant selects other columns, so that shapes are others: no replay has given old numbers."""
+    mask = torch.tensor([True, True, False])
+    loss_fn = lambda params, batch: (batch[0] @ params["w"])[:, mask].square().mean(1)
+    engine = replaying(loss_fn)
+    assert isinstance(engine(loss_fn, PARAMS, ROWS), Replayed)
+    mask[1] = False
+    for _ in range(2):
+        assert same(results(engine, loss_fn, PARAMS, ROWS), results(auto(), loss_fn, PARAMS, ROWS))
+    assert "not recorded" in note(engine, loss_fn)
+
+
 def test_tensors_that_begin_to_require_gradients_are_seen():
     frozen = torch.ones(3)
     loss_fn = lambda params, batch: linear(params, batch) * (2 if frozen.requires_grad else 1)
