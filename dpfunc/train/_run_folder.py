@@ -14,8 +14,7 @@ from dpfunc._utils.locks import LOCK_FILE
 from dpfunc._utils.validation import refuse, shorten, unique_json
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import upper
-from dpfunc.accounting.record import ONE_RECORD, Record
-from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.budget import Budget
 from dpfunc.checkpoint.costs import read_spent
 from dpfunc.checkpoint.journal import count_steps, journal_ledger
@@ -166,7 +165,7 @@ def interrupted(job: Job, how: str = "Interrupted") -> str:
 def check_accounting(folder: Path) -> None:
     """Check, before a model is saved, that its accounting has every step in the journal of the folder."""
     # tests/train/test_run_folder.py::test_a_model_is_saved_with_the_cost_of_its_whole_journal
-    journal, path = folder / JOURNAL, folder / ACCOUNTING
+    journal, path = folder / JOURNAL, folder / RECORD_FILE
     taken, counted = journal_ledger(journal), Record.from_json(path.read_bytes()).ledger
     refuse(
         (counted != taken, CheckpointError(
@@ -191,30 +190,29 @@ def budget_of(job: Job) -> Budget | None:
 
 
 def spent_before(job: Job) -> Ledger | None:
-    """Costs of earlier runs on the records of the job, as it says or as the budget of the data set does."""
-    budget = budget_of(job)
-    return (
-        read_spent(job.data.spent) if budget is None else budget.spent().compose()
-    )  # without it: a search reserves for its runs
+    """Costs of earlier runs on the records of the job, as it says or as the budget of the data set does.
 
-
-def check_spent_units(job: Job) -> None:
-    """Check that the earlier runs that the job counts protected what it protects: costs of two units do not add up."""
+    Those that a private job names must have protected what it protects: costs of two units do not add up.
+    """
     # tests/train/test_dataset.py::test_costs_for_records_and_for_people_do_not_add_up
+    budget = budget_of(job)
+    # `compose` makes a ledger that does not name the budget: a search reserves for its runs, which do not
+    spent = read_spent(job.data.spent) if budget is None else budget.spent().compose()
     for name in job.data.spent or () if job.privacy.dp_enabled else ():
-        found = _unit_of_run(Path(name))
-        any_loop = found is None and job.data.unit_column is None  # a ledger or a journal, which counts rows
+        unit = _unit_of_run(Path(name))
+        any_loop = unit is None and job.data.unit_column is None  # a ledger or a journal, which counts rows
         refuse(
-            (not any_loop and found != unit_of(job),
+            (not any_loop and unit != unit_of(job),
              f"Expected earlier runs that protected {unit_of(job)!r}, as this job does, got data.spent={name!r}, "
-             f"which protected {found or 'an unknown unit'!r}. Their costs do not add up. Name the "
-             f"{ACCOUNTING} of a run with the same unit, or its journal in its folder."),
+             f"which protected {unit or 'an unknown unit'!r}. Their costs do not add up. Name the "
+             f"{RECORD_FILE} of a run with the same unit, or its journal in its folder."),
         )  # fmt: skip
+    return spent
 
 
 def _unit_of_run(path: Path) -> str | None:
     """The unit in a record of a run; of a journal, that of the job or the record beside it."""
-    beside = (path, path.parent / ACCOUNTING, path.parent / JOB_FILE)
+    beside = (path, path.parent / RECORD_FILE, path.parent / JOB_FILE)
     for values in map(json_values, beside if path.suffix == ".jsonl" else (path,)):
         match values:
             case {"unit": str() as unit}:

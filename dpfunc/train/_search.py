@@ -90,7 +90,6 @@ def prepare_search(
         "The table is too small.",
     )  # fmt: skip
     earlier = folders.spent_before(job)
-    folders.check_spent_units(job)
     found = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
     spent = earlier or Ledger(adjacency=job.privacy.adjacency)
     if runs is None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from dpfunc import distributed
 from dpfunc._utils.validation import checked, count, expect, integer, positive, probability, refuse
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
-from dpfunc.accounting.record import Record, SelectionRecord
+from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord
 from dpfunc.checkpoint.costs import read_cost
 from dpfunc.distributed import all_or_none, rank_and_size
 from dpfunc.distributed.ranks import Ranks
@@ -100,12 +99,12 @@ def _record_of(root: Path, why_not: str, allowed: bool) -> Record | SelectionRec
     if why_not:
         return None
     try:
-        found = read_cost(root / ACCOUNTING)
+        found = read_cost(root / RECORD_FILE)
         if isinstance(found, Ledger):
             raise InvalidArgument("A ledger has no epsilon.")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"Expected {ACCOUNTING} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
+            f"Expected {RECORD_FILE} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
         ) from error
     return found
 

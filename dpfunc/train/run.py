@@ -22,7 +22,7 @@ from dpfunc._utils.files import replace_file
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import one_of, refuse, suggestion
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import RECORD_FILE as ACCOUNTING
+from dpfunc.accounting.record import RECORD_FILE
 from dpfunc.budget import Budget
 from dpfunc.distributed import all_or_none
 from dpfunc.hf._facts import facts_of_model
@@ -91,7 +91,6 @@ def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
         model = choose_parameters(load_base(job, processing), job, processing)
         job, found = with_recipe(job, model, size, earlier)
     num_steps, spent, plan = job.training.num_steps(size), None, None
-    folders.check_spent_units(job)
     if job.privacy.dp_enabled:
         spent, plan = earlier, job.privacy.plan(size, job.batch_size, num_steps, earlier)
         num_steps = plan.num_steps
@@ -291,7 +290,7 @@ def _finish(
     replace_file(folder / METRICS_FILE, json.dumps(measured, indent=1) + "\n")
     cost = "epsilon=inf. This is the twin without privacy."
     if private:
-        spent = json.loads((folder / ACCOUNTING).read_text())
+        spent = json.loads((folder / RECORD_FILE).read_text())
         cost = (
             f"epsilon={spent['epsilon']:.4g} at delta={spent['delta']:g} ({spent['accountant']}; rdp says "
             f"{spent['epsilon_rdp']:.4g}), {spent['global_step']} steps, {spent['adjacency']}, "
@@ -310,7 +309,7 @@ def _finish(
     if job.task in FEATURES:
         load = f"`dpfunc predict {folder} TABLE_OR_FOLDER --out FILE`"
     how = f"PeftModel.from_pretrained({base}, path)" if job.strategy in ADAPTERS else load
-    secret = f"Accounting: {folder / ACCOUNTING}. Checkpoints hold the key of the run: as secret as the data."
+    secret = f"Accounting: {folder / RECORD_FILE}. Checkpoints hold the key of the run: as secret as the data."
     say(f"Saved: {folder / folders.MODEL}, for {how}.")
     for line in (*metric_lines(measured, folder, private=private), *((secret, NOT_COVERED) if private else ())):
         say(line)
