@@ -90,14 +90,14 @@ def tilted_epsilon(
     return found
 
 
-def rough_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
+def estimated_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
     """Fast estimate of epsilon by Laplace's method, within some percent for many steps; not a bound."""
     kinds = _within_domain(kinds, delta)
     few, log_delta = aims.sampled_losses(kinds, direction, delta, 32, fixed), math.log(delta)
     return aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)[0]
 
 
-def rough_delta(kinds: Sequence[Kind], direction: Direction, epsilon: float, fixed: Sequence[Fixed]) -> float:
+def estimated_delta(kinds: Sequence[Kind], direction: Direction, epsilon: float, fixed: Sequence[Fixed]) -> float:
     """Fast estimate of delta by Laplace's method, in the domain of this accountant; not a bound."""
     few = aims.sampled_losses(_within_domain(kinds, LEAST_DELTA), direction, LEAST_DELTA, 32, fixed)
     t = aims.saddle(few, epsilon)

@@ -28,9 +28,7 @@ from dpfunc.accounting._losses import (
 from dpfunc.accounting._pairs import LARGEST_LOSS
 from dpfunc.accounting._prv import prv_epsilon
 from dpfunc.accounting._rdp import FEW_ORDERS, rdp_epsilon
-from dpfunc.accounting._tilted import curve_near, tilted_epsilon
-from dpfunc.accounting._tilted import rough_delta as estimate_delta
-from dpfunc.accounting._tilted import rough_epsilon as estimate
+from dpfunc.accounting._tilted import curve_near, estimated_delta, estimated_epsilon, tilted_epsilon
 from dpfunc.accounting.events import GAUSSIAN, LOSSES, RENYI, divided, has_both, largest_loss, law_kind, law_of
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Adjacency, Allocated, Event
@@ -246,7 +244,7 @@ def rough_epsilon(events: tuple[Event, ...], adjacency: Adjacency, delta: float)
     plain, special = divided(events)
     direction = DIRECTIONS[adjacency][0]
     try:
-        return estimate(_kinds(plain), direction, delta, _fixed(special, direction))
+        return estimated_epsilon(_kinds(plain), direction, delta, _fixed(special, direction))
     except TiltedUnavailable:
         return rdp_epsilon(renyi_events(events, _FEW_KINDS)[0], adjacency, delta, FEW_ORDERS)
 
@@ -255,7 +253,7 @@ def rough_delta(events: tuple[Event, ...], adjacency: Adjacency, epsilon: float)
     plain, special = divided(events)
     try:
         return max(
-            estimate_delta(_kinds(plain), direction, epsilon, _fixed(special, direction))
+            estimated_delta(_kinds(plain), direction, epsilon, _fixed(special, direction))
             for direction in DIRECTIONS[adjacency]
         )
     except TiltedUnavailable:
