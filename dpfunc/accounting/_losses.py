@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 
 from dpfunc.accounting._gaussian import as_float
@@ -104,9 +105,7 @@ def point(q: float, s: float, loss: Array, direction: Direction) -> Array:
 
 def normal_masses(z: Array) -> Array:
     """`Phi(z[i+1]) - Phi(z[i])`, with small relative error in both tails."""
-    from scipy.special import ndtr
-
-    below, above = np.diff(ndtr(z)), -np.diff(ndtr(-z))
+    below, above = np.diff(scipy.special.ndtr(z)), -np.diff(scipy.special.ndtr(-z))
     return np.asarray(np.where(z[..., :-1] > 0, above, below))
 
 

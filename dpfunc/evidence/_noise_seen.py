@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from scipy.special import chdtrc, erfc
 from torch import Tensor
 
 from dpfunc.evidence.watch import Add, WatchedNoise
@@ -48,7 +49,6 @@ class _Seen:
 
     def found(self, level: float) -> str:
         """The difference of the noise from its claim, in words; empty where there is none at this level."""
-        from scipy.special import chdtrc, erfc
 
         def normal(total: float, variance: float) -> float:
             """The probability that a sum with this variance is so far from 0."""

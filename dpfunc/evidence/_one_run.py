@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from scipy.special import bdtrc, expit, ndtr, ndtri
 
 from dpfunc._utils.validation import expect, integer, non_negative, one_of, open_unit
 from dpfunc.accounting import Ledger
@@ -114,8 +115,6 @@ def audit(
     >>> audit(rng.normal(4.0, 1.0, 500), rng.normal(0.0, 1.0, 500), delta=1e-5, claim=1.0)  # doctest: +ELLIPSIS
     Audit(epsilon >= 4.439, 7.366 if Gaussian, at delta=1e-05, ...; 500 of 500 guesses right; claim 1 is refuted)
     """
-    from scipy.special import ndtr, ndtri
-
     inside, outside = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
     open_unit("delta", delta)
     alpha = 1.0 - open_unit("confidence", confidence)
@@ -227,8 +226,6 @@ def _largest(refutes: Callable[[float, Guesses], bool], tried: Sequence[Guesses]
 
 def _p_value(m: int, made: Guesses, epsilon: float, delta: float) -> float:
     """The probability of so many right guesses, at most, if (epsilon, delta) holds; Theorem 5.2."""
-    from scipy.special import bdtrc, expit
-
     if not made.correct:
         return 1.0
     q = float(expit(epsilon))
