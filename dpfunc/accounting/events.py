@@ -2,9 +2,10 @@
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
-A kind is a frozen dataclass: `Event`, or a subclass of it with more fields and a `law` of its own. In a ledger, events
-that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is released as a whole,
-over many steps of a run, is one step of a kind whose fields describe all of it.
+A kind is a frozen dataclass: `Event`, or a subclass of it with more fields. Its `law` are events that accountants know;
+one that inherits the law of `Event`, which is the event itself, has a line in `_LOSSES` or `_CURVES`, or is refused. In
+a ledger, events that differ in `num_steps` only are one, so n steps must cost what n times one step costs: what is
+released as a whole, over many steps of a run, is one step of a kind whose fields describe all of it.
 """
 
 import math
@@ -54,8 +55,6 @@ class Laplace(Event):
     0.5000
     """
 
-    law = Event.law  # itself, see `law_of`
-
 
 @dataclass(frozen=True, order=True)
 @checked({"epsilon": _largest, "delta": below_one})
@@ -75,8 +74,6 @@ class Opaque(WithoutNoise):
 
     epsilon: float
     delta: float
-
-    law = Event.law  # itself, see `law_of`
 
 
 @dataclass(frozen=True, order=True)
@@ -103,8 +100,6 @@ class ZCDP(Event):
     noise_multiplier: float = field(default=0.0, init=False)
     rho: float
     xi: float = 0.0
-
-    law = Event.law  # itself, see `law_of`
 
 
 KINDS: dict[str, type[Event]] = {

@@ -55,8 +55,6 @@ class DiscreteGaussian(Event):
         deviation = self.noise_multiplier * self.sensitivity
         expect(deviation <= _MOST_NOISE, f"noise_multiplier * sensitivity <= {_MOST_NOISE:g}", "the product", deviation)
 
-    law = Event.law  # itself
-
 
 @dataclass(frozen=True, order=True)
 @checked({"sensitivity": _sensitivity})
@@ -78,8 +76,6 @@ class DiscreteLaplace(Event):
     """
 
     sensitivity: int = 1
-
-    law = Event.law  # itself
 
 
 @dataclass(frozen=True, order=True)
@@ -130,8 +126,6 @@ class Exponential(WithoutNoise):
 
     epsilon: float
 
-    law = Event.law  # itself
-
 
 _tuple_of = partial(each, domain="a tuple of numbers", kinds=(tuple, list), least=0)
 
@@ -165,8 +159,6 @@ class MixtureOfGaussians(Event):
         number, probs = len(self.distances), self.probs
         fitting = number == len(probs) and abs(math.fsum(probs) - 1) <= 1e-12
         expect(fitting, f"{number} probabilities that sum to 1, one for each distance", "probs", probs)
-
-    law = Event.law  # itself
 
 
 @dataclass(frozen=True, order=True)

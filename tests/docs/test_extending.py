@@ -227,9 +227,18 @@ def test_a_kind_of_event(monkeypatch, tmp_path, page):
         Ledger((Several(0.5, 2.0, 1, 4),))
 
 
-def test_each_kind_of_event_has_a_law_of_its_own():
+def test_a_kind_of_event_without_a_law_of_its_own_is_refused(monkeypatch):
     """That of `Event` would leave out what its other fields mean."""
-    assert all("law" in vars(kind) and issubclass(kind, Event) for kind in KINDS.values())
+
+    @dataclass(frozen=True, order=True)
+    class Louder(Event):
+        factor: int
+
+    monkeypatch.setitem(KINDS, "louder", Louder)
+    ledger = Ledger((Louder(0.5, 2.0, 10, factor=4),), "zero_out")
+    for method in accountant.METHODS:
+        with pytest.raises(InvalidArgument, match="a law of events that accountants know"):
+            ledger.epsilon(1e-3, method)
 
 
 def test_every_row_of_the_page_has_its_toy():
