@@ -11,9 +11,16 @@ from typing import Any
 
 import click
 
-from dpfunc import accounting
 from dpfunc._utils.validation import integer, positive, refuse, sampling_prob_of
-from dpfunc.accounting import Event, Ledger
+from dpfunc.accounting import (
+    Event,
+    Ledger,
+    calibrate_noise,
+    explain_delta,
+    explain_epsilon,
+    privacy_requirements,
+    suggest_delta,
+)
 from dpfunc.cli._budget import budget
 from dpfunc.cli._doctor import doctor
 from dpfunc.cli._evidence import audit, certify, verify
@@ -89,7 +96,7 @@ def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 click.echo(
                     f"Warning: delta={delta:g} is not below 1 / dataset_size = {1 / dataset_size:.3g}: publishing one "
                     f"random record in full would satisfy it. Choose e.g. "
-                    f"{accounting.suggest_delta(dataset_size):.1g}.",
+                    f"{suggest_delta(dataset_size):.1g}.",
                     err=True,
                 )
 
@@ -103,7 +110,7 @@ def _cost(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The guarantee of a run, and the run, as values."""
     return (
-        describe(accounting.epsilon(Ledger((Event(q, sigma, steps),), adjacency), delta, method)),
+        describe(Ledger((Event(q, sigma, steps),), adjacency).epsilon(delta, method)),
         {"sampling_prob": q, "noise_multiplier": sigma, "steps": steps},
     )
 
@@ -132,7 +139,7 @@ def sigma(
 
     Example: dpfunc sigma -n 60000 -b 256 --epochs 60 --epsilon 3 --delta 1e-5
     """
-    needed = accounting.calibrate_noise(
+    needed = calibrate_noise(
         epsilon=target, delta=delta, sampling_prob=q, num_steps=steps, adjacency=adjacency, method=method
     )
     cost, run = _cost(q, needed, steps, delta, adjacency, method)
@@ -153,7 +160,7 @@ def requirements(
 
     Example: dpfunc requirements -n 60000 -b 256 --epochs 60 --epsilon 3
     """
-    need = accounting.privacy_requirements(
+    need = privacy_requirements(
         dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, target_epsilon=target_epsilon, delta=delta
     )
     values = dataclasses.asdict(need)
@@ -167,7 +174,7 @@ def requirements(
         ("batch", "sampling prob", "steps", "noise multiplier", "noise / signal a step", "... over the run"),
         [tuple(str(v) if isinstance(v, int) else f"{v:.4g}" for v in dataclasses.astuple(c)) for c in need.choices],
     )
-    meaning, ratio = accounting.explain_epsilon(target_epsilon), accounting.explain_delta(need.delta, dataset_size)
+    meaning, ratio = explain_epsilon(target_epsilon), explain_delta(need.delta, dataset_size)
     print_rows("How to read it", ("", "what it allows"), [
         (f"epsilon {target_epsilon:g}", f"{meaning.words}: a belief of 1/2 becomes at most {meaning.posterior:.3f}"),
         (f"delta {need.delta:g}", ratio.words),
