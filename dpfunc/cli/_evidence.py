@@ -56,8 +56,7 @@ def certify(
         checks = {"checks": [finding._asdict() for finding in findings]}
         vouched = all(finding.found != certificate.NOBODY for finding in findings)
         good = "All agrees." if vouched else "It fits together. It is not signed: nobody vouches for it."
-        rows = [(finding.name, finding.agrees, finding.found) for finding in findings]
-        print_checks(rows, {**checks, "signed": vouched}, as_json, "Do not rely on it", good)
+        print_checks(findings, {**checks, "signed": vouched}, as_json, "Do not rely on it", good)
     elif run is not None:
         path = certificate.certify(run, out=out, private_key=private_key, evidence=evidence, beside=beside)
         values = json.loads(path.read_bytes())

@@ -288,7 +288,8 @@ def plot(audits: Iterable[Audit], path: str | Path) -> None:
     axes.axline((0, 0), slope=1, color="gray", linestyle="--", label="claim")
     axes.plot(claims, [one.epsilon for one in shown], "o", label="lower bound, any mechanism")
     axes.plot(claims, [one.epsilon_gaussian for one in shown], "s", label="lower bound, if Gaussian")
-    axes.set_xlabel(f"claimed epsilon at delta={shown[0].delta:g}")
-    axes.set_ylabel(f"lower bound, confidence {shown[0].confidence:g}")
+    axes.set(
+        xlabel=f"claimed epsilon at delta={shown[0].delta:g}", ylabel=f"lower bound, confidence {shown[0].confidence:g}"
+    )
     axes.legend()
     figure.savefig(path)

@@ -17,8 +17,7 @@ from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
 from dpfunc.evidence._noise_seen import seen_noise
-from dpfunc.evidence._one_run import Audit, largest_bound
-from dpfunc.evidence._one_run import audit as bound
+from dpfunc.evidence._one_run import Audit, audit, largest_bound
 from dpfunc.evidence.canaries import Canaries, behind, coins
 from dpfunc.evidence.neighbours import Init, Step
 from dpfunc.evidence.watch import Tape, WatchedNoise, WatchedSampler, settings_of
@@ -61,7 +60,7 @@ class Planted:
             raise InvalidArgument("Expected a loop that calls its dp_step, got one that took no step.")
         reads = torch.stack(self.reads)
         scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
-        found = bound(scores[self.present], scores[~self.present], delta=plan.delta, claim=plan.ledger(len(self.reads)))
+        found = audit(scores[self.present], scores[~self.present], delta=plan.delta, claim=plan.ledger(len(self.reads)))
         noise = plan.noise.watch.differs() if isinstance(plan.noise, WatchedNoise) else ""
         return replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
 
