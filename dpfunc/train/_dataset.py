@@ -247,17 +247,13 @@ def columns_of(job: Job) -> tuple[str, ...]:
     data = job.data
     match job.task:
         case "causal_lm" | "vqa" | "preference" if data.chat is not None:
-            others = data.image_column if job.task == "vqa" else data.tools_column
-            return (*data.chat, *([others] if others else []))
+            beside = data.image_column if job.task == "vqa" else data.tools_column
+            return tuple(filter(None, (*data.chat, beside)))
+        case "causal_lm" | "seq2seq" | "preference":
+            prompts = data.placeholders() if data.prompt_column is None else (data.prompt_column,)
+            return tuple(dict.fromkeys((*prompts, *learnt_columns(job))))
         case "vqa":
             return data.image_column, data.question_column, data.answer_column
-        case "causal_lm" | "seq2seq" if data.prompt_column is not None and data.response_column is not None:
-            return data.prompt_column, data.response_column
-        case "causal_lm" | "seq2seq":
-            return tuple(dict.fromkeys((*data.placeholders(), data.text_column)))
-        case "preference":
-            prompts = data.placeholders() if data.prompt_column is None else (data.prompt_column,)
-            return tuple(dict.fromkeys((*prompts, data.chosen_column, data.rejected_column)))
         case "image_classification":
             return "digest", data.label_column
         case "table_classification":
