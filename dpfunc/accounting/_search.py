@@ -101,11 +101,11 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
     probe, factor, turn = guess, 1.01, 0
     while high - low > 1:
         k = min(max(probe, low + 1), high - 1)
-        found = _gap(cost(k), target)
-        if found <= 0:
-            low, low_gap = k, found
+        gap = _gap(cost(k), target)
+        if gap <= 0:
+            low, low_gap = k, gap
         else:
-            high, high_gap = k, found
+            high, high_gap = k, gap
         turn += 1
         if low > 0 and math.isfinite(high_gap - low_gap):
             root = _zero(math.log(low), low_gap, math.log(high), high_gap)
@@ -114,6 +114,6 @@ def largest_integer(cost: Callable[[int], float], target: float, limit: int, gue
         elif turn > 20:
             probe = (low + high) // 2
         else:  # walk away from the guess, ever faster
-            probe = int(k * factor) + 1 if found <= 0 else int(k / factor)
+            probe = int(k * factor) + 1 if gap <= 0 else int(k / factor)
             factor = min(factor * factor, 1e6)
     return max(low, 0)

@@ -82,12 +82,12 @@ def tilted_epsilon(
     if not fixed and len(kinds) == 1 and kinds[0][2] == 1 and kinds[0][0] < 1:
         q, sigma, _ = kinds[0]
         return _Bound(max(_one_step_epsilon(q, sigma, direction, delta) for direction in directions), math.inf)
-    found = _Bound(0.0, 0.0)
+    bound = _Bound(0.0, 0.0)
     for direction in directions:
         last = None if finer is None else finer.get(direction, ())
-        more = one_direction(kinds, direction, delta, found.epsilon, fixed.get(direction, ()), last)
-        found = _Bound(max(found.epsilon, more.epsilon), max(found.renyi, more.renyi))
-    return found
+        more = one_direction(kinds, direction, delta, bound.epsilon, fixed.get(direction, ()), last)
+        bound = _Bound(max(bound.epsilon, more.epsilon), max(bound.renyi, more.renyi))
+    return bound
 
 
 def estimated_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
@@ -109,14 +109,14 @@ def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
     steps = as_float(sum(count for _, _, count in kinds))
     smallest = min((sigma for q, sigma, _ in kinds if q < 1), default=1.0)
     mu2 = losses.gaussian_part(kinds)
-    for served, domain, found in (
+    for served, domain, given in (
         (LEAST_DELTA <= delta < 1, f"delta >= {LEAST_DELTA:g}", f"delta={delta:g}"),
         (steps <= _MAX_STEPS, f"at most {_MAX_STEPS:g} steps", f"{steps:.4g}"),
         (smallest >= _MIN_SIGMA, f"noise multipliers >= {_MIN_SIGMA:g}", f"{smallest:g}"),
         (mu2 < 1e12, "sum(T / sigma^2) < 1e12 of the steps without sampling", f"{mu2:g}"),
     ):
         if not served:
-            raise TiltedUnavailable(f"Expected {domain} for method 'tilted', got {found}. Use method 'rdp'.")
+            raise TiltedUnavailable(f"Expected {domain} for method 'tilted', got {given}. Use method 'rdp'.")
     return sorted((max(q, _MIN_PROB), min(sigma, _MAX_SIGMA) if q < 1 else sigma, count) for q, sigma, count in kinds)
 
 
@@ -159,8 +159,8 @@ def one_direction(
     best, fine = math.inf, _FINE[bool(fixed)]
     for _ in range(_MAX_ROUNDS):  # until parameters were chosen for about the epsilon that was found
         aim = aims.make_aim(few, about, slope, t, log_delta, fine)
-        found, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
-        gain, best = best - found, min(best, found)
+        epsilon, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
+        gain, best = best - epsilon, min(best, epsilon)
         settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
         if best <= floor or (
             settled
@@ -210,8 +210,8 @@ def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)
         q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
-        found = losses.atoms(q, s, x, base.direction)
-        for mass, loss, infinite, steps in zip(found.mass, found.loss, found.infinite, base.steps[alike], strict=True):
+        atoms = losses.atoms(q, s, x, base.direction)
+        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, base.steps[alike], strict=True):
             laws.append(losses.tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
@@ -220,10 +220,10 @@ def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, fl
     """The least epsilon, up to 1e-9, at which the bound on delta is at most `delta`, or `floor`: (epsilon, slope)."""
     log_bound, infinite = log_delta_of(laws, base, aim, delta)
     target = math.log(delta - infinite) - 2 * ULP
-    found = _least_epsilon(log_bound, target, aim.epsilon, aim.tilt, floor)
-    step = 1e-3 * found
-    slope = (log_bound(found - step) - log_bound(found + step)) / (2 * step) if found > 0 else 0.0
-    return found, slope if 0 < slope < math.inf else aim.tilt
+    epsilon = _least_epsilon(log_bound, target, aim.epsilon, aim.tilt, floor)
+    step = 1e-3 * epsilon
+    slope = (log_bound(epsilon - step) - log_bound(epsilon + step)) / (2 * step) if epsilon > 0 else 0.0
+    return epsilon, slope if 0 < slope < math.inf else aim.tilt
 
 
 def log_delta_of(
@@ -327,8 +327,8 @@ def _least_epsilon(log_bound: Callable[[float], float], target: float, start: fl
         low, high = high, high + max(1.1 * min(gap, 1e3) / t, 1e-2 * high)
     else:
         raise TiltedUnavailable(f"Expected an epsilon below {high:g}, got none. Use method 'rdp'.")
-    found = falling_root(lambda epsilon: min(max(log_bound(epsilon) - target, -1e6), 1e6), low, high, rtol=1e-11)
+    root = falling_root(lambda epsilon: min(max(log_bound(epsilon) - target, -1e6), 1e6), low, high, rtol=1e-11)
     step = 1e-11
-    while log_bound(found) > target:  # to the safe side of the rounding
-        found, step = found * (1 + step), 10 * step
-    return found
+    while log_bound(root) > target:  # to the safe side of the rounding
+        root, step = root * (1 + step), 10 * step
+    return root

@@ -205,7 +205,7 @@ def choose_ends(base: Sampled, aim: Aim) -> list[Array]:
     ends = []
     for x, cells in zip(base.x, total, strict=True):
         number = math.ceil(1.1 ** math.ceil(math.log(cells[-1], 1.1)))  # few different numbers
-        found = np.interp(np.linspace(0.0, cells[-1], number + 1), cells, x)
-        apart = np.diff(found) > 1e-12 * np.abs(found[1:])
-        ends.append(found if apart.all() else found[np.append(True, apart)])
+        edges = np.interp(np.linspace(0.0, cells[-1], number + 1), cells, x)
+        apart = np.diff(edges) > 1e-12 * np.abs(edges[1:])
+        ends.append(edges if apart.all() else edges[np.append(True, apart)])
     return ends

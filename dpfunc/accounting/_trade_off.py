@@ -65,13 +65,13 @@ def delta_at(ledger: Ledger, epsilon: float) -> float:
     if target >= worst * (1 - ROUNDING) or lost == 1:
         return lost
 
-    found, near = 1.0, max(rough_delta(ledger.law, ledger.adjacency, target) / 3, LEAST_DELTA)
+    delta, near = 1.0, max(rough_delta(ledger.law, ledger.adjacency, target) / 3, LEAST_DELTA)
     while near >= LEAST_DELTA:
-        found = min(found, deltas_of(ledger.law, ledger.adjacency, [near], target)(target))
-        if near <= found <= 10 * near:  # elsewhere the bound may be loose
+        delta = min(delta, deltas_of(ledger.law, ledger.adjacency, [near], target)(target))
+        if near <= delta <= 10 * near:  # elsewhere the bound may be loose
             break
-        near = found / 3
-    return min(1.0, lost + found)
+        near = delta / 3
+    return min(1.0, lost + delta)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class TradeOff:
         if tight_method(self.ledger) == "gaussian":
             return gaussian_true_positives(rate, gaussian_mu(law))
         lost, worst = largest_loss(law, adjacency)
-        found = true_positives([(lost, worst)], rate)
+        most = true_positives([(lost, worst)], rate)
         if lost == 1:
-            return found
+            return most
         curve = deltas_of(law, adjacency, [rate / 1000, (1 - rate) / 20])
 
         def smallest(bound: Callable[[Point, float], float], factor: float) -> float:
@@ -126,8 +126,8 @@ class TradeOff:
             return least(lambda at: bound((lost + curve(at), at), rate), 0.0, high, _NARROW * high, _FLAT)[1]
 
         # delta is convex in e^epsilon, so each of both bounds has one minimum; the smaller one of them may have two
-        found = min(found, smallest(_by_false_positives, 1 / rate))
-        return min(found, smallest(_by_false_negatives, (1 - rate) / max(1 - found, 1e-300)))
+        most = min(most, smallest(_by_false_positives, 1 / rate))
+        return min(most, smallest(_by_false_negatives, (1 - rate) / max(1 - most, 1e-300)))
 
     def false_negatives(self, false_positives: float) -> float:
         """Least share of false negatives of a test with at most this share of false positives: the trade-off curve."""
@@ -155,26 +155,26 @@ def curve(ledger: Ledger, delta: float) -> list[Point]:
 
 def points_of(epsilon: Callable[[float], float], delta: float) -> list[Point]:
     """Points (delta, epsilon) of a function: of a claim, of a grid, and where the bounds of `RATES` are best."""
-    found = {delta: epsilon(delta)}
+    epsilons = {delta: epsilon(delta)}
     for at in _DELTAS:
         try:
-            found[at] = epsilon(at)
+            epsilons[at] = epsilon(at)
         except InvalidArgument:  # no accountant can give it: of delta near 1, for some ledgers
             continue
-        if found[at] == 0:
+        if epsilons[at] == 0:
             break  # larger ones cost nothing either
-    grid = sorted(found.items())
+    grid = sorted(epsilons.items())
 
     def bound(rate: float, log_delta: float) -> float:
         at = math.exp(log_delta)
-        found[at] = epsilon(at)
-        return true_positives([(at, found[at])], rate)
+        epsilons[at] = epsilon(at)
+        return true_positives([(at, epsilons[at])], rate)
 
     for rate in RATES:  # around the point of the grid that is best
         best = min(range(len(grid)), key=lambda i: true_positives([grid[i]], rate))
         low, high = grid[max(0, best - 1)][0], grid[min(len(grid) - 1, best + 1)][0]
         least(functools.partial(bound, rate), math.log(low), math.log(high), _WIDTH)
-    return sorted(found.items())
+    return sorted(epsilons.items())
 
 
 def true_positives(points: Sequence[Point], rate: float) -> float:

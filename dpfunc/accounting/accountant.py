@@ -107,7 +107,7 @@ def cached_epsilon(
             adjacency != "replace_one", "adjacency add_remove or zero_out for the GDP approximation", "adjacency",
             adjacency,
         )  # fmt: skip
-        found: _Bound = (
+        bound: _Bound = (
             gaussian_epsilon(gdp_mu(events), delta), "gdp-approximation",
             "NOT a bound: the central limit under-reports, by up to 550 times for few steps and small sampling "
             "probabilities",
@@ -119,11 +119,11 @@ def cached_epsilon(
             "Expected every event to have sampling_prob = 1 for method 'gaussian', which is the exact answer for "
             f"batches of all records, got sampling_prob={least:g}. Use method 'auto'.",
         ))  # fmt: skip
-        found = gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
+        bound = gaussian_epsilon(gaussian_mu(events), delta), "gaussian", "exact"
     else:
         ways = (_bounded(each, adjacency, delta, method, fine) for each in _ways(events))
-        found = min(ways, key=operator.itemgetter(0))
-    epsilon, named, note = found
+        bound = min(ways, key=operator.itemgetter(0))
+    epsilon, named, note = bound
     return Guarantee(epsilon if epsilon >= 0 else math.inf, delta, named, adjacency, note)  # of NaN nothing is known
 
 
@@ -177,8 +177,8 @@ def _bounded(events: tuple[Event, ...], adjacency: Adjacency, delta: float, meth
     delta -= lost  # no epsilon makes it smaller
     if delta <= lost * ROUNDING or worst == 0:
         return worst, named, "the largest loss that can be"
-    found = _numerically(events, adjacency, delta, method, fine)
-    return (worst, named, "the largest loss that can be") if worst < found[0] else found
+    bound = _numerically(events, adjacency, delta, method, fine)
+    return (worst, named, "the largest loss that can be") if worst < bound[0] else bound
 
 
 def _numerically(events: tuple[Event, ...], adjacency: Adjacency, delta: float, method: str, fine: bool) -> _Bound:
@@ -206,10 +206,10 @@ def _tightest(events: tuple[Event, ...], adjacency: Adjacency, delta: float, *, 
         if alone:
             raise
         return _by_renyi(events, adjacency, delta, f"no tilted: {refusal}")
-    found: _Bound = tight.epsilon, "tilted", f"an upper bound by construction{rounded}"
+    bound: _Bound = tight.epsilon, "tilted", f"an upper bound by construction{rounded}"
     if alone or (tight.epsilon < _NOT_NEAR * tight.renyi and not any(map(has_both, special))):
-        return found  # the Renyi bound cannot be smaller: it is not computed
-    return min(found, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=operator.itemgetter(0))
+        return bound  # the Renyi bound cannot be smaller: it is not computed
+    return min(bound, _by_renyi(events, adjacency, delta, "below the bound by tilted"), key=operator.itemgetter(0))
 
 
 def sole_laws(events: tuple[Event, ...], adjacency: Adjacency, fine: bool = False) -> list[Atoms]:

@@ -53,15 +53,15 @@ def calibrate(ledger_for: Callable[[float], Ledger], *, epsilon: float, delta: f
 
     aim = max(target, 1.1 * _rough(ledger_for(MOST_NOISE), delta))
     near = least_scale(lambda scale: _rough(ledger_for(scale), delta), aim, rtol=0.02) if math.isfinite(aim) else None
-    found = least_scale(cost, target, near or 1.0, factor=1.01)
-    if found is None:
+    scale = least_scale(cost, target, near or 1.0, factor=1.01)
+    if scale is None:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: with "
             f"{MOST_NOISE:.3g} times the noise the cost is still {_cost(ledger_for(MOST_NOISE), delta, method):.4g}. "
             "That is what was spent before, where something was, or the least that the accountant can show at this "
             "delta. Raise epsilon or delta, or start on fresh data."
         )
-    return found
+    return scale
 
 
 def _budget(epsilon: float, delta: float, method: str) -> tuple[float, float]:

@@ -169,10 +169,10 @@ def law_kind(event: Event) -> str:
 
 def divided(events: Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """Plain Poisson-sampled Gaussian steps of a law, and those of the kinds of this file."""
-    found: tuple[list[Event], list[Event]] = [], []
+    parts: tuple[list[Event], list[Event]] = [], []
     for event in events:
-        found[law_kind(event) != GAUSSIAN].append(event)
-    return tuple(found[0]), tuple(found[1])
+        parts[law_kind(event) != GAUSSIAN].append(event)
+    return tuple(parts[0]), tuple(parts[1])
 
 
 def law_of(event: Event, direction: Direction, fine: bool = False) -> Atoms:

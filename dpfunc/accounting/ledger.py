@@ -313,9 +313,9 @@ def parsed(text: str | bytes, expected: str, *schemas: str, hint: str = OTHER_VE
         values = unique_json(text)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"Expected {expected} as JSON: {error}.") from error
-    found = values.get("schema") if isinstance(values, dict) else type(values).__name__
+    schema = values.get("schema") if isinstance(values, dict) else type(values).__name__
     expect(
-        not schemas or found in schemas, f"{expected} with schema {' or '.join(map(repr, schemas))}", "schema", found,
+        not schemas or schema in schemas, f"{expected} with schema {' or '.join(map(repr, schemas))}", "schema", schema,
         hint,
     )  # fmt: skip
     return values

@@ -342,11 +342,11 @@ def recorded(ledger: Ledger, delta: float, epsilon: float, accountant: str, tole
     """Compute a recorded epsilon again by an accountant of upper bounds; None if it gives another value."""
     for method in ("auto", *(known for known in BOUNDS if known == accountant)):
         try:
-            found = ledger.epsilon(delta, method)
+            guarantee = ledger.epsilon(delta, method)
         except InvalidArgument:  # that one has no answer for this ledger
             continue
-        if found.method == accountant and math.isclose(found.epsilon, epsilon, rel_tol=tolerance):
-            return found
+        if guarantee.method == accountant and math.isclose(guarantee.epsilon, epsilon, rel_tol=tolerance):
+            return guarantee
     return None
 
 

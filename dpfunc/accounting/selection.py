@@ -150,8 +150,8 @@ def selection_epsilon(
     left = delta - largest_loss(before.law, before.adjacency)[0]  # no epsilon makes the deltas of earlier runs smaller
     curve = selection_curve(np.max([_curve(each) for each in one_run], axis=0), ORDERS, runs)
     note = f"best of K private runs, mean of K {runs.mean:g}, shape {runs.shape:g}"
-    found = converted(curve + _curve(before), ORDERS, left) if left > 0 else math.inf
-    return Guarantee(found, delta, "rdp", before.adjacency, note)
+    epsilon = converted(curve + _curve(before), ORDERS, left) if left > 0 else math.inf
+    return Guarantee(epsilon, delta, "rdp", before.adjacency, note)
 
 
 def calibrate_search(
@@ -189,14 +189,14 @@ def calibrate_search(
     def cost(scale: float) -> float:
         return selection_epsilon(runs, one_run(scale), delta, spent=spent).epsilon
 
-    found = least_scale(cost, target)
-    if found is None:
+    scale = least_scale(cost, target)
+    if scale is None:
         raise UnreachableBudget(
             f"Expected a budget that some noise can meet, got epsilon={target:g} at delta={delta:g}: for {runs.mean:g} "
             f"runs on average what was spent before and the score alone cost {cost(MOST_NOISE):.4g}, even if training "
             "costs nothing. Add more noise to the score, take fewer runs, or raise epsilon."
         )
-    return found
+    return scale
 
 
 def selection_curve(curve: Array, orders: tuple[float, ...], runs: RunCount) -> Array:

@@ -72,8 +72,8 @@ def doctor(as_json: bool) -> None:
         checks["packages"] = (False, f"missing: {', '.join(lacking)}")
     works = all(fine for fine, _ in checks.values())
     if as_json:
-        found = {name: {"works": fine, "found": words} for name, (fine, words) in checks.items()}
-        print_json({"works": works, "versions": versions, "device": device, "checks": found, "missing": missing})
+        outcomes = {name: {"works": fine, "found": words} for name, (fine, words) in checks.items()}
+        print_json({"works": works, "versions": versions, "device": device, "checks": outcomes, "missing": missing})
     else:
         rows = [(name, value or "not installed") for name, value in versions.items()]
         extras = [(f"extra {name}", f"missing: {', '.join(parts)}") for name, parts in missing.items()]

@@ -83,11 +83,11 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
     Example: dpfunc verify loop.py --steps 20
     """
     check_new(out)
-    found, values = _run("verify", source, steps=steps, candidates=candidates)
+    result, values = _run("verify", source, steps=steps, candidates=candidates)
     verdict, same = "Holds" if values["holds"] else "DOES NOT HOLD", values["reproduced"]
-    line = f"{verdict}: {repr(found).partition(': ')[2][:-1]}."
+    line = f"{verdict}: {repr(result).partition(': ')[2][:-1]}."
     if same is not None:
-        line += f" {same} of {found.steps} releases are those of the journal, bit for bit."
+        line += f" {same} of {result.steps} releases are those of the journal, bit for bit."
     if values["same_model"] is not None:
         line += f" The model is {'the one' if values['same_model'] else 'NOT the one'} that these steps give."
     _report(values, out, as_json, line)
@@ -126,18 +126,18 @@ def audit(
          'Expected matplotlib for --plot. Run: pip install "dpfunc[demo]". Nothing was trained.'),
     )  # fmt: skip
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
-    found, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
-    line = f"{values['steps']} steps, canaries in {values['space']} space: {found!r}"
-    _report(values, out, as_json, line, partial(_draw, found, picture))
+    result, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)
+    line = f"{values['steps']} steps, canaries in {values['space']} space: {result!r}"
+    _report(values, out, as_json, line, partial(_draw, result, picture))
 
 
-def _draw(found: Any, picture: Path | None) -> None:
+def _draw(result: Any, picture: Path | None) -> None:
     """Draw an audit, if that is asked for."""
     if picture is not None:
         from dpfunc.evidence import plot
 
         picture.touch(0o600, exist_ok=False)  # as private as the data, and it keeps its mode
-        plot([found], picture)
+        plot([result], picture)
 
 
 def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tuple[Any, dict[str, Any]]:

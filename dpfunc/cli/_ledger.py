@@ -73,14 +73,14 @@ def _read_source(path: Path) -> _Source:
     """Read a record, a ledger or a journal; or, in the folder of a run, the first of record, journal and ledger."""
     journals = sorted((path if path.is_dir() else path.parent).glob("*journal.jsonl"))
     path = _file_of(path, journals) if path.is_dir() else path
-    found = read_cost(path)
-    if isinstance(found, Ledger):
-        return _Source(path, found, runs=read_steps(path) if path.suffix == ".jsonl" else {})
-    if isinstance(found, SelectionRecord):
-        return _Source(path, found.spent, found)
+    cost = read_cost(path)
+    if isinstance(cost, Ledger):
+        return _Source(path, cost, runs=read_steps(path) if path.suffix == ".jsonl" else {})
+    if isinstance(cost, SelectionRecord):
+        return _Source(path, cost.spent, cost)
     runs = read_steps(*journals, missing="empty")  # of a journal and its older copy, all steps
-    uncounted = found.ledger.lacks(steps_ledger(runs.values())) if runs else None
-    return _Source(path, found.ledger, found, uncounted, runs)
+    uncounted = cost.ledger.lacks(steps_ledger(runs.values())) if runs else None
+    return _Source(path, cost.ledger, cost, uncounted, runs)
 
 
 def _file_of(folder: Path, journals: list[Path]) -> Path:
@@ -240,17 +240,17 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     _note(source)
     claim, at = _given(source, "epsilon", epsilon), _given(source, "delta", delta)
     expect(claim >= 0, "0 <= epsilon <= inf", "epsilon", claim)
-    found = source.guarantee(at, method)
-    rows = _compare(source, claim, at, found)
+    guarantee = source.guarantee(at, method)
+    rows = _compare(source, claim, at, guarantee)
     checks = [{"check": name, "agrees": fine, "found": text} for name, fine, text in rows]
-    claimed = {"claimed_epsilon": None if math.isinf(claim) else claim, **describe(found)}
+    claimed = {"claimed_epsilon": None if math.isinf(claim) else claim, **describe(guarantee)}
     print_checks(rows, {**claimed, "checks": checks}, as_json, "Do not publish the claim")
 
 
-def _compare(source: _Source, claim: float, delta: float, found: accounting.Guarantee) -> list[_Row]:
+def _compare(source: _Source, claim: float, delta: float, cost: accounting.Guarantee) -> list[_Row]:
     """Compare a claim with what the counted steps cost, and the facts of a record with each other and its journal."""
-    computed = f"claimed {claim:.6g}, computed {upper(found.epsilon)} by {found.method} at delta {found.delta:g}"
-    low, high = found.epsilon * (1 - _ROUNDING), found.epsilon * (1 + _ROUNDING)
+    computed = f"claimed {claim:.6g}, computed {upper(cost.epsilon)} by {cost.method} at delta {cost.delta:g}"
+    low, high = cost.epsilon * (1 - _ROUNDING), cost.epsilon * (1 + _ROUNDING)
     said = ": the claim is too small" if claim < low else ": the claim is an upper bound" if claim > high else ""
     rows: list[_Row] = [("epsilon", claim >= low, f"{computed}{said}")]
     if source.uncounted is not None:
@@ -331,8 +331,8 @@ def _sampling(record: Record | SelectionRecord) -> _Row:
             for values, ledger in zip(record.candidates, record.ledgers, strict=True)
             if not is_counted(values, ledger)
         ]
-        found = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
-        return "sampling", not wrong, found
+        words = f"not as counted: {'; '.join(wrong)}" if wrong else "as counted for each candidate"
+        return "sampling", not wrong, words
     size, q, sigma, events = (
         record.expected_batch_size, record.sampling_prob, record.noise_multiplier, record.ledger.events
     )  # fmt: skip
@@ -341,5 +341,5 @@ def _sampling(record: Record | SelectionRecord) -> _Row:
         (e.sampling_prob in (q, 1.0) or (groups and e.sampling_prob > q)) and e.noise_multiplier == sigma
         for e in events
     )
-    found = f"{size:g} of {n} expected, probability {q:.6g}, noise {sigma:.6g}"
-    return "sampling", math.isclose(q * n, size, rel_tol=1e-9) and counted, found
+    words = f"{size:g} of {n} expected, probability {q:.6g}, noise {sigma:.6g}"
+    return "sampling", math.isclose(q * n, size, rel_tol=1e-9) and counted, words

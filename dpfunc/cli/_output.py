@@ -121,7 +121,7 @@ def print_checks(
         print_json({"agrees": agrees, **values})
     else:
         words = {True: "ok", False: "WRONG", None: "not shown"}
-        print_rows("Checks", ("", "", "found"), [(name, words[fine], found) for name, fine, found in checks])
+        print_rows("Checks", ("", "", "found"), [(name, words[fine], text) for name, fine, text in checks])
         worst = "WRONG" if any(fine is False for _, fine, _ in checks) else "not shown"
         click.echo(good if agrees else f"{bad}: see {worst}.")
     if not agrees:

@@ -236,7 +236,7 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
     with importing():
         from dpfunc.train import predict as prediction
     check_new(out)
-    lines = [json.dumps(found, ensure_ascii=False) + "\n" for found in prediction.predict(run_dir, source)]
+    lines = [json.dumps(predicted, ensure_ascii=False) + "\n" for predicted in prediction.predict(run_dir, source)]
     replace_file(out, "".join(lines), 0o600)
     print_line(f"{len(lines)} predictions in {out}.", {"num_records": len(lines), "out": str(out)}, as_json)
 
@@ -277,8 +277,8 @@ def tune(
     with importing():
         from dpfunc.train import _config_file as config_file
     given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
-    found = config_file.trials(values, given, config_file.parse_grid(grid, factors))
-    job, _ = found[0]
+    trials = config_file.trials(values, given, config_file.parse_grid(grid, factors))
+    job, _ = trials[0]
     dry_run = dry_run or job.privacy.dp_dry_run
     with _keys_of_the_file(), importing(), reporting(as_json) as report:
         from dpfunc.train._private_search import check_search_folder
@@ -287,12 +287,12 @@ def tune(
         if public is not None:
             target = config.with_suffix(".tuned.yaml") if out is None else out
             check_new(target)
-            search = prepare_search(found, public=public, shows=True)
+            search = prepare_search(trials, public=public, shows=True)
             _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
         else:
             check_search_folder(job, resume)
             search = prepare_search(
-                found, runs=RunCount(mean_runs or 0.0, SHAPES[runs]), score_noise=score_noise or 0.0, shows=True
+                trials, runs=RunCount(mean_runs or 0.0, SHAPES[runs]), score_noise=score_noise or 0.0, shows=True
             )
             _search_private(search, dry_run, resume, insecure_seed, report)
 

@@ -47,7 +47,7 @@ class _Seen:
             self.pairs += len(normal_P)
         self.earlier = [normal_P, *self.earlier][: len(weights)]  # a step has one weight more at most
 
-    def found(self, level: float) -> str:
+    def difference(self, level: float) -> str:
         """The difference of the noise from its claim, in words; empty where there is none at this level."""
 
         def normal(total: float, variance: float) -> float:
@@ -91,8 +91,8 @@ class NoiseSeen:
     def differs(self) -> str:
         """The first parameter whose noise is not what the plan claims, in words; empty if there is none."""
         level = _LEVEL / max(1, 2 * len(self.seen))
-        found = {name: own.found(level) for name, own in self.seen.items()}
-        return next((f"the noise of {name!r}: {words}" for name, words in found.items() if words), "")
+        differences = {name: seen.difference(level) for name, seen in self.seen.items()}
+        return next((f"the noise of {name!r}: {words}" for name, words in differences.items() if words), "")
 
 
 def _some(value: Tensor) -> Tensor:

@@ -176,8 +176,8 @@ def largest_bound(num_canaries: int, *, delta: float, confidence: float = 0.95) 
     [2.92, 5.57]
     """
     inside = integer("num_canaries", num_canaries, minimum=2) // 2
-    found = audit(np.ones(inside), np.zeros(num_canaries - inside), delta=delta, confidence=confidence)
-    return found.epsilon, found.epsilon_gaussian
+    best = audit(np.ones(inside), np.zeros(num_canaries - inside), delta=delta, confidence=confidence)
+    return best.epsilon, best.epsilon_gaussian
 
 
 def _right(order: Array, was: Array) -> Array:

@@ -78,9 +78,9 @@ def _derived(given: Values, values: Values) -> dict[str, Any]:
     noise = search["score_noise"]
     spent = Ledger(events_in(values["earlier"]), claim["adjacency"])
     points = points_of(lambda delta: search_cost(runs, ledgers, noise, delta, spent).epsilon, claim["delta"])
-    found = dict(points)[claim["delta"]]
+    epsilon = dict(points)[claim["delta"]]
     expect(
-        math.isclose(found, claim["epsilon"], rel_tol=RECORDED), f"the cost of the search, {found:.6g}", "epsilon",
+        math.isclose(epsilon, claim["epsilon"], rel_tol=RECORDED), f"the cost of the search, {epsilon:.6g}", "epsilon",
         claim["epsilon"], "What is claimed does not follow from the number of its runs, candidates and noise.",
     )  # fmt: skip
     expect(claim["accountant"] == "rdp", "rdp, which alone can count a search", "accountant", claim["accountant"])
@@ -89,7 +89,7 @@ def _derived(given: Values, values: Values) -> dict[str, Any]:
     expect(given["budget"] is None, "no place of a search in a budget", "budget", given["budget"])
     return {
         "search": _written(runs, ledgers, one_of("score", search["score"], SCORES), noise),
-        "result": shown(points, ("rdp of a search", found)),
+        "result": shown(points, ("rdp of a search", epsilon)),
         "evidence": [],
         "budget": None,
     }

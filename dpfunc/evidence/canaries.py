@@ -71,15 +71,15 @@ class Canaries:
         total, number = sum(param.numel() for param in params.values()), integer("count", count, minimum=1)
         expect(number <= total, f"count <= {total}, the number of coordinates of params", "count", count)
         draws = stream(fold_in(check_key(key), "coordinates"))
-        found: dict[str, Tensor] = {}
+        positions: dict[str, Tensor] = {}
         left = number
         for place, name in enumerate(sorted(params, key=lambda name: params[name].numel())):
             size = params[name].numel()
             share = min(size, left // (len(params) - place))  # the last one takes what smaller ones could not
-            found[name] = torch.from_numpy(draws.choice(size, share, replace=False, shuffle=False))
+            positions[name] = torch.from_numpy(draws.choice(size, share, replace=False, shuffle=False))
             left -= share
-        own = tuple(name for name in params for _ in range(len(found[name])))
-        return cls(own, torch.cat([found[name] for name in params]), coins(number, key), positive("norm", norm))
+        own = tuple(name for name in params for _ in range(len(positions[name])))
+        return cls(own, torch.cat([positions[name] for name in params]), coins(number, key), positive("norm", norm))
 
     def extend(self, data: Batch) -> tuple[Batch, Tensor]:
         """The data set with the canaries behind it: `(data, number)`, where number is that of the canary, or -1.
@@ -127,10 +127,10 @@ class Canaries:
         A score is chosen before the run. The sum of all steps finds noise that is too small and records that are drawn
         too often; the largest minus the smallest finds noise that is used again.
         """
-        found = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
+        reads = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
         for name, owned_m in self._owned().items():
-            found[owned_m] = grads[name].detach().reshape(-1).cpu().double()[self.positions[owned_m]]
-        return found
+            reads[owned_m] = grads[name].detach().reshape(-1).cpu().double()[self.positions[owned_m]]
+        return reads
 
     def split(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Scores of those that were in and of those that were out, for `audit`."""

@@ -60,9 +60,11 @@ class Planted:
             raise InvalidArgument("Expected a loop that calls its dp_step, got one that took no step.")
         reads = torch.stack(self.reads)
         scores = reads.sum(0) if score == "sum" else reads.amax(0) - reads.amin(0)
-        found = audit(scores[self.present], scores[~self.present], delta=plan.delta, claim=plan.ledger(len(self.reads)))
+        result = audit(
+            scores[self.present], scores[~self.present], delta=plan.delta, claim=plan.ledger(len(self.reads))
+        )
         noise = plan.noise.watch.differs() if isinstance(plan.noise, WatchedNoise) else ""
-        return replace(found, noise=noise, exceeds=bool(found.exceeds or noise))
+        return replace(result, noise=noise, exceeds=bool(result.exceeds or noise))
 
 
 def planted_plan(plan: Plan, planted: Planted) -> Plan:

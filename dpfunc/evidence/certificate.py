@@ -105,11 +105,11 @@ def certify(
     """
     folder = Path(run)
     file, place = folder / RECORD_FILE, folder / _PLACE
-    found = read_cost(file) if file.is_file() else None
-    if isinstance(found, SelectionRecord):
+    record = read_cost(file) if file.is_file() else None
+    if isinstance(record, SelectionRecord):
         others = [*map(str, (*evidence, *beside))]
         expect(not others, "no runs beside a search, and no evidence", "files", others, "Certify the runs apart.")
-        values = {"schema": SEARCH.schema, **_search.facts_of(folder, found)}
+        values = {"schema": SEARCH.schema, **_search.facts_of(folder, record)}
     else:
         expect(
             not beside or not place.is_file(), "no runs beside one with its place in a budget, which counts all runs",
@@ -173,17 +173,17 @@ def check(path: Path | str, public_key: Path | str | None = None, model: Path | 
         same = _same(values.get(part), again.get(part))
         differs = f"not what follows from the {basis.part}"
         rows.append(Finding(part, same, details.get(part, "as it follows") if same else differs))
-    holds, found = public_key is None, NOBODY
+    holds, signer = public_key is None, NOBODY
     if "signature" in values:
-        holds, found = signed_by(values["signature"], canonical(plain).encode(), public_key)
+        holds, signer = signed_by(values["signature"], canonical(plain).encode(), public_key)
     rows += [
-        Finding("signature", holds and _same(values.get("signature"), again.get("signature")), found),
+        Finding("signature", holds and _same(values.get("signature"), again.get("signature")), signer),
         Finding("word of who wrote it", True, basis.word),
     ]
     if model is not None:
-        found = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
+        given = hashlib.sha256(_content(model, "a file of weights", "model")).hexdigest()
         weights = values["digests"]["model"]
-        rows.append(Finding("model", found in weights, found) if weights else Finding("model", None, NO_WEIGHTS))
+        rows.append(Finding("model", given in weights, given) if weights else Finding("model", None, NO_WEIGHTS))
     return rows
 
 
@@ -268,12 +268,12 @@ def _assumptions(values: Values) -> list[dict[str, Any]]:
     return [{"says": says, "met": value} for says, value in met.items()]
 
 
-def _same(said: Any, found: Any) -> bool:
+def _same(said: Any, again: Any) -> bool:
     """True if two JSON values are the same, up to how versions of numpy and scipy round numbers."""
-    if type(said) is not type(found):
+    if type(said) is not type(again):
         return False
-    if isinstance(found, dict):
-        return said.keys() == found.keys() and all(_same(said[name], value) for name, value in found.items())
-    if isinstance(found, list):
-        return len(said) == len(found) and all(map(_same, said, found))
-    return said == found or (isinstance(found, float) and math.isclose(said, found, rel_tol=ROUNDING, abs_tol=1e-14))
+    if isinstance(again, dict):
+        return said.keys() == again.keys() and all(_same(said[name], value) for name, value in again.items())
+    if isinstance(again, list):
+        return len(said) == len(again) and all(map(_same, said, again))
+    return said == again or (isinstance(again, float) and math.isclose(said, again, rel_tol=ROUNDING, abs_tol=1e-14))

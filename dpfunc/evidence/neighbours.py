@@ -125,12 +125,12 @@ def _listen() -> None:
 def files_written() -> Iterator[set[Path]]:
     """Files that Python code opens to write inside; what C code opens is not seen (torch.save, for one)."""
     _listen()
-    found: set[Path] = set()
-    _opened.append(found)
+    written: set[Path] = set()
+    _opened.append(written)
     try:
-        yield found
+        yield written
     finally:
-        _opened.remove(found)
+        _opened.remove(written)
 
 
 @contextmanager
@@ -250,7 +250,7 @@ def _made_before(*functions: Any) -> set[str]:
 
     A mean of all records at the level of the module is one; whether it is made of records, nobody can see.
     """
-    todo, done, found = [each for each in functions if isinstance(each, FunctionType)], set[int](), set[str]()
+    todo, done, names = [each for each in functions if isinstance(each, FunctionType)], set[int](), set[str]()
     while todo:
         own = todo.pop()
         if id(own) in done:
@@ -261,11 +261,11 @@ def _made_before(*functions: Any) -> set[str]:
         read = {name: own.__globals__[name] for name in _names(own.__code__) & own.__globals__.keys()}
         near = [each for each in read.values() if getattr(each, "__globals__", None) is own.__globals__]
         todo += [each for each in (*closed.values(), *near) if isinstance(each, FunctionType)]
-        found |= {
+        names |= {
             name for name, value in (closed | read).items()
             if isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, float) and len(repr(value)) > _DIGITS)
         }  # fmt: skip
-    return found
+    return names
 
 
 def _names(code: CodeType) -> set[str]:
@@ -378,7 +378,7 @@ def _ratio(first: Tape, other: Tape) -> float:
 
 def _other_rows(first: Tape, other: Tape, gone: Tensor) -> list[str]:
     """Steps in which rows of other records are not the same, or not in the same order."""
-    found = []
+    steps = []
     for number, (one, two, drawn) in enumerate(zip(first.rows, other.rows, first.draws, strict=False)):
         kept = one
         if len(one) == len(drawn):
@@ -386,33 +386,33 @@ def _other_rows(first: Tape, other: Tape, gone: Tensor) -> list[str]:
             kept = [row for row, stay in zip(one, stays, strict=True) if stay]
             two = two if len(two) != len(one) else [row for row, stay in zip(two, stays, strict=True) if stay]
         if kept != two:
-            found.append(f"step {number}: rows of other records in the batch")
-    return found
+            steps.append(f"step {number}: rows of other records in the batch")
+    return steps
 
 
 def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
     """Differences other than those of the sums, without differences between two runs on the same data."""
     pairs = enumerate(zip(first.releases, other.releases, strict=False))
-    found = [f"step {n}: {what}" for n, (one, two) in pairs for what in _different(one.facts, two.facts)]
+    differences = [f"step {n}: {what}" for n, (one, two) in pairs for what in _different(one.facts, two.facts)]
     if len(first.releases) != len(other.releases):
-        found.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
+        differences.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
     *steps, left = zip_longest(first.seen, other.seen, fillvalue=dict[str, object]())
-    found += [f"step {number - 1}: {what}" for number, pair in enumerate(steps) for what in _different(*pair)]
+    differences += [f"step {number - 1}: {what}" for number, pair in enumerate(steps) for what in _different(*pair)]
     known = {_what(one) for one in unsteady}
-    return [one for one in [*found, *_different(*left)] if _what(one) not in known]
+    return [one for one in [*differences, *_different(*left)] if _what(one) not in known]
 
 
 def _different(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:
     return sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
 
 
-def _what(found: str) -> str:
-    return re.sub(r"^step -?\d+: ", "", found)
+def _what(difference: str) -> str:
+    return re.sub(r"^step -?\d+: ", "", difference)
 
 
 def _first_of_each(moved: list[str]) -> tuple[str, ...]:
     """The first step of each kind of difference, and at most as many as a reader looks at."""
-    found: dict[str, str] = {}
+    first: dict[str, str] = {}
     for what in moved:
-        found.setdefault(_what(what).partition(" (")[0].partition(" by ")[0], what)
-    return tuple(list(found.values())[:_SHOWN])
+        first.setdefault(_what(what).partition(" (")[0].partition(" by ")[0], what)
+    return tuple(list(first.values())[:_SHOWN])

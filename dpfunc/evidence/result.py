@@ -47,25 +47,26 @@ _KNOWN: dict[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 }  # fmt: skip
 
 
-def replay_values(found: Any, source: Path, plan: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
+def replay_values(result: Any, source: Path, plan: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a replay; it holds if nothing moves, and what a run folder has recorded is found again."""
     own = {name: recorded.get(name) for name in ("run", "reproduced", "weights", "same_model")}
-    holds = found.holds and own["reproduced"] in (None, found.steps) and own["same_model"] is not False
-    return _values_of(REPLAY, source, plan, {**dataclasses.asdict(found), **own, "holds": holds})
+    holds = result.holds and own["reproduced"] in (None, result.steps) and own["same_model"] is not False
+    return _values_of(REPLAY, source, plan, {**dataclasses.asdict(result), **own, "holds": holds})
 
 
-def audit_values(found: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
+def audit_values(result: Any, source: Path, plan: Any, steps: int, about: Mapping[str, str]) -> dict[str, Any]:
     """The values of an audit of so many steps; it holds if the claim is not refuted."""
     return _values_of(AUDIT, source, plan, {
-        **dataclasses.asdict(found), "best": found.best._asdict(), "holds": not found.exceeds, "steps": steps, **about,
+        **dataclasses.asdict(result), "best": result.best._asdict(), "holds": not result.exceeds, "steps": steps,
+        **about,
     })  # fmt: skip
 
 
-def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of(schema: str, source: Path, plan: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a result; `source` is the script, or the job file of a run."""
     from dpfunc._utils.versions import installed
 
-    costs = ({**to_values(event), "num_steps": 1} for event in plan.events(0, max(1, found["steps"])))
+    costs = ({**to_values(event), "num_steps": 1} for event in plan.events(0, max(1, result["steps"])))
     return signed({
         "schema": schema,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -75,7 +76,7 @@ def _values_of(schema: str, source: Path, plan: Any, found: Mapping[str, Any]) -
         "events": [*{json.dumps(one, sort_keys=True): one for one in costs}.values()],
         "versions": installed(),
         "salt": secrets.token_hex(16),  # the digest of the file tells nothing that could be found by trying
-        **found,
+        **result,
     })  # fmt: skip
 
 
@@ -83,35 +84,35 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     """Entry of a certificate with these values for the result in a file; `job` is the job file of the run, if any."""
     text = path.read_bytes() if path.is_file() else b""
     what = f"a result of dpfunc verify or audit (--out) in {str(path)!r}"
-    found = unsigned("result of a replay or an audit", parsed(text, what, *_SCHEMAS, hint=""))
-    if wrong := [name for name, same in _belongs(found, values, job).items() if not same]:
+    result = unsigned("result of a replay or an audit", parsed(text, what, *_SCHEMAS, hint=""))
+    if wrong := [name for name, same in _belongs(result, values, job).items() if not same]:
         raise fail(
-            "a result that belongs to this run", wrong[0], found[wrong[0]],
+            "a result that belongs to this run", wrong[0], result[wrong[0]],
             "It is of another plan, job, run or model: verify or audit this one.",
         )  # fmt: skip
-    own = {"kind": _SCHEMAS[found["schema"]], "file": hashlib.sha256(text).hexdigest()}
-    return entry({**found, **own}, values["digests"])
+    own = {"kind": _SCHEMAS[result["schema"]], "file": hashlib.sha256(text).hexdigest()}
+    return entry({**result, **own}, values["digests"])
 
 
-def entry(found: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
+def entry(result: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
     """Check the fields of a result, and return those that a certificate with these digests shows.
 
     `same_code` says that the result is of the code that took the steps.
     """
-    kind = one_of("kind", found["kind"], _PUBLIC)
-    shown = {name: check(name, found[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
-    if found["holds"] and shown.get("reproduced") not in (None, found["steps"]):
+    kind = one_of("kind", result["kind"], _PUBLIC)
+    shown = {name: check(name, result[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
+    if result["holds"] and shown.get("reproduced") not in (None, result["steps"]):
         raise fail("the steps of a replay that holds", "reproduced", shown["reproduced"])
     if wrong := [name for name, known in _KNOWN.items() if shown.get(name) not in (None, *known(digests))]:
         raise fail("a result of this run", wrong[0], shown[wrong[0]])
     return {"kind": kind, **shown, "same_code": shown["source"] in digests["code"]}
 
 
-def _belongs(found: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> dict[str, bool]:
+def _belongs(result: Mapping[str, Any], values: Mapping[str, Any], job: Path) -> dict[str, bool]:
     known = [{**event, "num_steps": 1} for row in values["steps"] for event in row["events"]]
     return {
-        "events": bool(found["events"]) and all(event in known for event in found["events"]),
-        "adjacency": found["adjacency"] == values["claim"]["adjacency"],
-        "source": found["of"] == "script" or (job.is_file() and found["source"] == sha256(job)),
-        **{name: found.get(name) in (None, *among(values["digests"])) for name, among in _KNOWN.items()},
+        "events": bool(result["events"]) and all(event in known for event in result["events"]),
+        "adjacency": result["adjacency"] == values["claim"]["adjacency"],
+        "source": result["of"] == "script" or (job.is_file() and result["source"] == sha256(job)),
+        **{name: result.get(name) in (None, *among(values["digests"])) for name, among in _KNOWN.items()},
     }

@@ -63,15 +63,15 @@ def read_script(path: Path) -> Script:
 def verify(path: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str, Any]]:
     """The replay of the loop of a file on neighbouring data, see `replay`, and its values. UNRELEASED."""
     own = read_script(path)
-    found = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
-    return found, replay_values(found, path, own.dp_step.plan, {})
+    result = replay(own.dp_step, own.init, own.step, own.data, steps=steps, candidates=candidates)
+    return result, replay_values(result, path, own.dp_step.plan, {})
 
 
 def audit(path: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
     """The audit of the loop of a file by so many canaries, and its values. It is one more run."""
     own = read_script(path)
-    found, taken, plan = audit_loop(
+    result, taken, plan = audit_loop(
         own.dp_step, own.init, own.step, own.data, Planted(key, count, own.canaries), key=key, steps=steps, score=score
     )
     space = "gradient" if own.canaries is None else "input"
-    return found, audit_values(found, path, plan, taken, {"space": space, "score": score})
+    return result, audit_values(result, path, plan, taken, {"space": space, "score": score})

@@ -189,14 +189,14 @@ def _digests_of_rows(batch: Batch) -> list[bytes]:
     leaves = [leaf.detach().cpu() for leaf in pytree.tree_leaves(batch)]
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     real = None if mask is None or mask.ndim < 2 else mask.detach().cpu().bool()
-    found = []
+    digests = []
     for number in range(len(leaves[0])):
         digest = hashlib.blake2b(digest_size=12)
         for leaf in leaves:
             row = leaf[number] if real is None else _real(leaf[number], real[number])
             digest.update(row.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        found.append(digest.digest())
-    return found
+        digests.append(digest.digest())
+    return digests
 
 
 def _real(values: Tensor, real: Tensor) -> Tensor:

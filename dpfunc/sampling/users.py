@@ -204,7 +204,7 @@ class MeanOverTexts:
         if not isinstance(mask_BK, Tensor) or mask_BK.ndim != 2:
             raise InvalidArgument(f"Expected a batch of Persons.batch, with a {_TEXT_MASK!r} of shape (B, K).")
         texts = tree_map(lambda value: rearrange(value, "B K ... -> (B K) ..."), texts)
-        found, shape = self.sample_loss(*before, texts), mask_BK.shape
+        losses, shape = self.sample_loss(*before, texts), mask_BK.shape
 
         def mean(values: Tensor) -> Tensor:
             own = (values if values.is_floating_point() else values.float()).unflatten(0, shape)
@@ -212,7 +212,7 @@ class MeanOverTexts:
             own = torch.where(there, own, torch.zeros_like(own))
             return own.sum(1) / there.sum(1).clamp(min=1).to(own.dtype)
 
-        return tree_map(mean, found)
+        return tree_map(mean, losses)
 
 
 def _without_mask(batch: Any) -> tuple[Any, Tensor | None]:

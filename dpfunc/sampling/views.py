@@ -29,13 +29,13 @@ class MeanOverViews:
             sorted(shapes), "Take it of plan.loader(..., views=K).",
         )  # fmt: skip
         (shape,) = shapes
-        found = self.sample_loss(*before, tree_map(lambda leaf: leaf.flatten(0, 1), batch))
+        losses = self.sample_loss(*before, tree_map(lambda leaf: leaf.flatten(0, 1), batch))
 
         def mean(values: Tensor) -> Tensor:
             views = values if values.is_floating_point() else values.float()
             return views.unflatten(0, shape).mean(1)  # type: ignore[no-any-return]  # untyped in torch
 
-        return tree_map(mean, found)
+        return tree_map(mean, losses)
 
 
 def mean_over_views(sample_loss: Callable[..., Any]) -> MeanOverViews:

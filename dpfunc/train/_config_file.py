@@ -203,12 +203,12 @@ def parse_grid(texts: Sequence[str], factors: str | None) -> Grid:
         name, _, listed = text.partition("=")
         key = _SPELT.get(name.strip(), "")
         expect(key, "key=value,value in --grid", "--grid", text, suggestion(name.strip(), GRID_KEYS))
-        found = tuple(part.strip() for part in listed.split(","))
+        choices = tuple(part.strip() for part in listed.split(","))
         expect(
-            key not in values and all(found) and len(set(found)) == len(found),
+            key not in values and all(choices) and len(set(choices)) == len(choices),
             "each key of --grid once, with different values", "--grid", text,
         )  # fmt: skip
-        values[key] = found
+        values[key] = choices
     chosen = _factors(factors)
     if "learning_rate" in values:
         refuse(
@@ -225,14 +225,14 @@ def _factors(text: str | None) -> tuple[float, ...]:
     if text is None:
         return FACTORS
     try:
-        found = tuple(float(part) for part in text.split(","))
+        factors = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = ()
+        factors = ()
     expect(
-        found and all(0 < each < math.inf for each in found) and len(set(found)) == len(found),
+        factors and all(0 < each < math.inf for each in factors) and len(set(factors)) == len(factors),
         "different numbers > 0 in --factors, with commas", "--factors", text,
     )  # fmt: skip
-    return found
+    return factors
 
 
 def trials(

@@ -376,25 +376,25 @@ def _encoded(tokenizer: Any, row: Row, data: DataSection) -> dict[str, Any]:
 
 def _texts(value: str, whole: bool = False) -> list[str]:
     """The list in a column of lists; the words of a text, or the whole text alone."""
-    found = json.loads(value)
-    if isinstance(found, str):
-        return [found] if whole else found.split()
+    listed = json.loads(value)
+    if isinstance(listed, str):
+        return [listed] if whole else listed.split()
     refuse(
-        (not isinstance(found, list) or any(not isinstance(each, str) for each in found),
+        (not isinstance(listed, list) or any(not isinstance(each, str) for each in listed),
          "Expected a path, or a list of paths, of the images of a chat, got another value. Of an object write its "
          "path."),
     )  # fmt: skip
-    return cast(list[str], found)
+    return cast(list[str], listed)
 
 
 def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
     """The values of JSON in columns; turns, or one column alone, may be a text of JSON in it, as a .csv has them."""
-    found = {column: json.loads(row[column]) if row[column] else None for column in columns}
-    for column, value in found.items():
+    values = {column: json.loads(row[column]) if row[column] else None for column in columns}
+    for column, value in values.items():
         if isinstance(value, str) and (len(columns) == 1 or chats.written_turns(value)):
             with suppress(ValueError, RecursionError):
-                found[column] = json.loads(value)
-    return found
+                values[column] = json.loads(value)
+    return values
 
 
 def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:

@@ -159,9 +159,9 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
         prepared, key = _prepared(run, Path(name) / "run")
         loop, plan = _JobLoop(prepared, key, Path(name) / "run"), cast(Plan, prepared.plan)
         data, removed = Rows(tuple(prepared.records.units)), plan.adjacency != "replace_one"
-        found = compare(loop, data, steps, candidates, removed=removed)
+        result = compare(loop, data, steps, candidates, removed=removed)
     recorded = read_steps(run / files.JOURNAL).get(fingerprint(key), {})
-    return found, replay_values(found, run / folders.JOB_FILE, plan, {
+    return result, replay_values(result, run / folders.JOB_FILE, plan, {
         "run": fingerprint(key),
         "reproduced": sum(recorded.get(step) == taken for step, taken in loop.journal.items()),
         "weights": loop.weights or None,
@@ -182,5 +182,5 @@ def audit(run: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple
         watch = _Watch(lambda plan: planted_plan(plan, planted), begin, steps)
         with lines_of():
             plan = _train(prepared, Rows(tuple(prepared.records.units)), key, watch).plan
-    found, about = planted.verdict(plan, score), {"space": "gradient", "score": score}
-    return found, audit_values(found, run / folders.JOB_FILE, plan, len(planted.reads), about)
+    result, about = planted.verdict(plan, score), {"space": "gradient", "score": score}
+    return result, audit_values(result, run / folders.JOB_FILE, plan, len(planted.reads), about)

@@ -96,8 +96,8 @@ def _computed(
             ids = torch.tensor([record["input_ids"]], device=base.device)
             mask = torch.ones_like(ids)
             if kind == "features":
-                found = whole_ND[number].copy_(base.pooled(ids, mask)[0])
+                output = whole_ND[number].copy_(base.pooled(ids, mask)[0])
             else:
-                found = base.lower(ids, mask)[0].half().cpu()
-            computed.append({kind: found, "labels": record["labels"]})
+                output = base.lower(ids, mask)[0].half().cpu()
+            computed.append({kind: output, "labels": record["labels"]})
     return computed

@@ -37,8 +37,8 @@ def classification(prediction: Any) -> dict[str, float]:
 
 def _scores(prediction: Any) -> Any:
     """The outputs for the labels; T5 and BART give hidden states after them."""
-    found = prediction.predictions
-    return found[0] if isinstance(found, tuple) else found
+    outputs = prediction.predictions
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _regression(prediction: Any) -> dict[str, float]:

@@ -66,23 +66,26 @@ def search_lines(search: Search) -> list[str]:
 
 def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> list[str]:
     """The result of a private search in lines: all of it is released."""
-    found, nothing = outcome
-    spent = f"epsilon={upper(found.epsilon, 4)} at delta={found.delta:g}"
+    released, reason = outcome
+    spent = f"epsilon={upper(released.epsilon, 4)} at delta={released.delta:g}"
     lines = [f"Spent by the whole search: {spent}, one record protected."]
     if insecure_seed is not None:
         lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
-    if found.chosen is None:
-        lines.append(f"No model was released: {nothing}.")
+    if released.chosen is None:
+        lines.append(f"No model was released: {reason}.")
     else:
-        best, noise = listed(found.candidates[found.chosen]), f"noise of standard deviation {found.score_noise:g}"
+        best, noise = (
+            listed(released.candidates[released.chosen]),
+            f"noise of standard deviation {released.score_noise:g}",
+        )
         lines += [
-            f"Best: {best}; score {found.chosen_score:.4g}, with {noise}.",
+            f"Best: {best}; score {released.chosen_score:.4g}, with {noise}.",
             f"Saved: {folder}/{folders.MODEL}. The other runs were deleted.",
         ]
     return [
         *lines,
         f"Accounting: {folder}/{RECORD_FILE}.",
-        f"Not covered by epsilon: {'; '.join(found.not_covered[: 2 - len(record.NOT_COVERED)])}.",
+        f"Not covered by epsilon: {'; '.join(released.not_covered[: 2 - len(record.NOT_COVERED)])}.",
     ]
 
 
@@ -167,11 +170,11 @@ def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
         # A run that fails counts as the worst: without it the number of runs would depend on the data. Its message may
         # quote a record.
         return replace(state, done=done, failure=state.failure or f"{type(error).__name__} in a run")
-    found = noisy(value, search.score_noise, fold_in(key, "score"))
+    noisy_score = noisy(value, search.score_noise, fold_in(key, "score"))
     state = replace(state, done=done, settings=_settings(secret / slot, candidate.plan.ledger(), state.settings))
-    if state.score is not None and found <= state.score:
+    if state.score is not None and noisy_score <= state.score:
         return state
-    return replace(state, slot=slot, candidate=number, score=found)
+    return replace(state, slot=slot, candidate=number, score=noisy_score)
 
 
 def _release(search: Search, state: _State, folder: Path, insecure_seed: int | None) -> SelectionRecord:
@@ -181,7 +184,7 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     others = [record.OTHER_STEPS] if search.spent.events else []
     best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
     weights = () if state.candidate is None else tuple(weights_in(best.parent))
-    found = SelectionRecord(
+    released = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone
         epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=runs,
@@ -201,26 +204,26 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
             os.utime(path)
         filled = replace(search.candidates[state.candidate].prepared.job, output_dir=search.job.output_dir)
         folders.write_job(search.job, filled, {}, folder, insecure_seed)
-    replace_file(folder / RECORD_FILE, found.to_json() + "\n")
-    return found
+    replace_file(folder / RECORD_FILE, released.to_json() + "\n")
+    return released
 
 
 def _settings(slot: Path, counted: Ledger, known: dict[str, str] | None) -> dict[str, str]:
     """The settings of a run, which is refused unless it took the steps that the search counts, as those before it."""
     own = Record.from_json((slot / RECORD_FILE).read_bytes())
-    found = {name: getattr(own, name) for name in record.SETTINGS}
+    settings = {name: getattr(own, name) for name in record.SETTINGS}
     refuse(
         (own.ledger != counted, CheckpointError(
             f"Expected a run with the steps that the search counts for it, {counted}, got {own.ledger}. Nothing was "
             "released. Report this.")),
-        (known not in (None, found), CheckpointError(
+        (known not in (None, settings), CheckpointError(
             f"Expected runs with the settings of those before, {known}, which the record of the search says of all, "
-            f"got {found}. Resume the search where it began. Nothing was released.")),
+            f"got {settings}. Resume the search where it began. Nothing was released.")),
     )  # fmt: skip
-    return found
+    return settings
 
 
-def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:
+def _finished(secret: Path, state: _State, released: SelectionRecord) -> Outcome:
     """Delete the other runs and the key; the file from which a killed search resumes is deleted last."""
     for path in sorted(secret.iterdir(), key=lambda path: path.name == _STATE):
         if path.is_dir():
@@ -228,7 +231,7 @@ def _finished(secret: Path, state: _State, found: SelectionRecord) -> Outcome:
         else:
             path.unlink()
     secret.rmdir()
-    return found, None if state.candidate is not None else state.failure or "no run was drawn"
+    return released, None if state.candidate is not None else state.failure or "no run was drawn"
 
 
 def _about(search: Search) -> dict[str, Any]:
@@ -251,8 +254,8 @@ def _resumed(secret: Path, about: dict[str, Any]) -> _State:
     """The state of an interrupted search, if it is this one."""
     path = secret / _STATE
     try:
-        found = unique_json(path.read_bytes())
-        values, known = found["state"], dict(found["about"])
+        saved = unique_json(path.read_bytes())
+        values, known = saved["state"], dict(saved["about"])
         state = _State(Key(bytes.fromhex(values.pop("key")), values.pop("guessable")), **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

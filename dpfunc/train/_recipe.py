@@ -52,22 +52,22 @@ def with_recipe(
     training, missing = job.training, job.training.missing
     if not missing:
         return job, None
-    found = _found(job, model, dataset_size, spent)
+    recipe = _recipe_of(job, model, dataset_size, spent)
     by_recipe = training.learning_rate is None and training.optimizer == "adamw_torch" and training.head_rate is None
-    batch = training.batch_size or found.expected_batch_size
+    batch = training.batch_size or recipe.expected_batch_size
     at_once = max(1, PHYSICAL // job.data.units_size)  # units that have the usual number of records
     filled = dataclasses.replace(
         training,
-        learning_rate=training.learning_rate or found.learning_rate,
-        head_rate=found.head_rate if by_recipe else training.head_rate,
+        learning_rate=training.learning_rate or recipe.learning_rate,
+        head_rate=recipe.head_rate if by_recipe else training.head_rate,
         batch_size=batch,
-        steps=found.num_steps if "steps" in missing else training.steps,
+        steps=recipe.num_steps if "steps" in missing else training.steps,
         physical_batch_size=(training.physical_batch_size or job.privacy.dp_physical_batch_size or min(at_once, batch)),
     )
-    return dataclasses.replace(job, training=filled, privacy=with_clip(job.privacy, found)), found
+    return dataclasses.replace(job, training=filled, privacy=with_clip(job.privacy, recipe)), recipe
 
 
-def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:
+def _recipe_of(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) -> Recipe:
     strategy, epsilon, delta = _RECIPES.get(job.strategy), job.privacy.dp_epsilon, job.privacy.dp_delta
     if strategy == "pretrained" and job.task in FEATURES:
         strategy = "full"  # of a small network that begins at random
@@ -86,16 +86,16 @@ def _found(job: Job, model: nn.Module, dataset_size: int, spent: Ledger | None) 
     )
 
 
-def recipe_lines(found: Recipe | None, missing: Sequence[str]) -> list[str]:
+def recipe_lines(recipe: Recipe | None, missing: Sequence[str]) -> list[str]:
     """Lines that say which values come from the recipe, and why; and a warning if the noise hides everything."""
-    if found is None:
+    if recipe is None:
         return []
-    reasons = found.reasons()
+    reasons = recipe.reasons()
     names = [*missing, *(["head_rate"] if "learning_rate" in missing and "head_rate" in reasons else [])]
     lines = [
-        f"recipe {found.strategy}, from {found.dataset_size} records, {found.num_parameters:,} trained parameters, "
-        f"epsilon={found.epsilon:g} and delta={found.delta:g}, which are public:",
+        f"recipe {recipe.strategy}, from {recipe.dataset_size} records, {recipe.num_parameters:,} trained parameters, "
+        f"epsilon={recipe.epsilon:g} and delta={recipe.delta:g}, which are public:",
         *(f"  {name} = {reasons[name]}" for name in names),
     ]
-    advice = found.advice()
+    advice = recipe.advice()
     return lines if advice is None else [*lines, f"WARNING: this will hardly learn. {advice}"]

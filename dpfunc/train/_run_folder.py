@@ -127,20 +127,20 @@ def _check_same_job(job: Job, folder: Path, insecure_seed: int | None) -> None:
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences between two jobs as `job_to_dict` gives them, except in keys that do not change the training."""
-    found: list[str] = []
+    differences: list[str] = []
     for name in sorted({*saved, *now} - {*_FREE}):
         before, after = saved.get(name), now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += [f"{name}.{difference}" for difference in _differences(before, after)]
+            differences += [f"{name}.{difference}" for difference in _differences(before, after)]
         elif before != after:
-            found.append(f"{name} was {before!r}, now {after!r}")
-    return found
+            differences.append(f"{name} was {before!r}, now {after!r}")
+    return differences
 
 
 def has_checkpoint(job: Job) -> bool:
     """True if the folder has a checkpoint that `--resume` can continue from."""
-    found = list(Path(job.output_dir).glob("checkpoint-*"))
-    return any(is_complete(path) for path in found) if job.privacy.dp_enabled else bool(found)
+    checkpoints = list(Path(job.output_dir).glob("checkpoint-*"))
+    return any(is_complete(path) for path in checkpoints) if job.privacy.dp_enabled else bool(checkpoints)
 
 
 def interrupted(job: Job, how: str = "Interrupted") -> str:

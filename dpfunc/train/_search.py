@@ -90,17 +90,19 @@ def prepare_search(
         "The table is too small.",
     )  # fmt: skip
     earlier = folders.spent_before(job)
-    found = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
+    candidates = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
     spent = earlier or Ledger(adjacency=job.privacy.adjacency)
     if runs is None:
-        return Search(job, tuple(_on_public(candidate) for candidate in found), records, size, spent)
-    cost = record.search_cost(runs, [each.plan.ledger() for each in found], score_noise, found[0].plan.delta, spent)
+        return Search(job, tuple(_on_public(candidate) for candidate in candidates), records, size, spent)
+    cost = record.search_cost(
+        runs, [each.plan.ledger() for each in candidates], score_noise, candidates[0].plan.delta, spent
+    )
     if (budget := folders.budget_of(job)) is not None:
         budget.check(cost, unit=folders.unit_of(job))
     # what would end each of its runs would cost the whole budget and release nothing; a rate alone ends none
-    for each in {str({**one.values, "learning_rate": None}): one for one in found}.values():
+    for each in {str({**one.values, "learning_rate": None}): one for one in candidates}.values():
         rehearse(each.prepared)
-    return Search(job, found, records, size, spent, runs, score_noise, cost)
+    return Search(job, candidates, records, size, spent, runs, score_noise, cost)
 
 
 def _check(job: Job, public: Path | None) -> None:
@@ -163,17 +165,17 @@ def load(
             own.privacy.plan(size, own.batch_size, own.training.num_steps(size), spent if runs is None else None)
         )
     plans = alone if runs is None else _within_budget(jobs[0], alone, runs, score_noise, spent)
-    found = []
+    candidates = []
     for (_, factor), job, one, plan in zip(trials, jobs, alone, plans, strict=True):
         model, kept = models[job.lora.rank]
         filled = _filled(job, factor, model, size, plan)
         values = {key: getattr(getattr(filled, section), name) for key, (section, name) in GRID_KEYS.items()}
         if filled.strategy not in ADAPTERS:
             del values["rank"]
-        found.append(
+        candidates.append(
             Candidate(values, Prepared(filled, model, processing, kept, plan, plan.num_steps), plan, noise_of(one))
         )
-    return tuple(found)
+    return tuple(candidates)
 
 
 def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: float, spent: Ledger | None) -> list[Plan]:
@@ -194,11 +196,11 @@ def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) ->
     """The job of one run, with the values of the recipe for its epsilon, and without what would publish anything."""
     privacy = replace(job.privacy, dp_epsilon=plan.guarantee().epsilon)
     by_recipe, _ = with_recipe(replace(job, privacy=privacy), model, size)
-    found = by_recipe.training
+    filled = by_recipe.training
     training = replace(
-        found,
-        learning_rate=factor * (found.learning_rate or 0.0),
-        head_rate=None if found.head_rate is None else factor * found.head_rate,
+        filled,
+        learning_rate=factor * (filled.learning_rate or 0.0),
+        head_rate=None if filled.head_rate is None else factor * filled.head_rate,
         steps=plan.num_steps, epochs=None, eval_steps=None, report_to=None, save_steps=plan.num_steps,
     )  # fmt: skip
     return replace(

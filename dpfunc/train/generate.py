@@ -99,14 +99,14 @@ def _record_of(root: Path, why_not: str, allowed: bool) -> Record | SelectionRec
     if why_not:
         return None
     try:
-        found = read_cost(root / RECORD_FILE)
-        if isinstance(found, Ledger):
+        record = read_cost(root / RECORD_FILE)
+        if isinstance(record, Ledger):
             raise InvalidArgument("A ledger has no epsilon.")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"Expected {RECORD_FILE} in {str(root)!r}, which says what the model has cost. Without it no text is drawn."
         ) from error
-    return found
+    return record
 
 
 def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[str, str], ...]:

@@ -42,8 +42,8 @@ def predict(folder: Path | str, source: Path | str) -> Iterator[dict[str, Any]]:
     for about, x_k in _records(front, Path(source)):
         with torch.no_grad():
             shares = model(x_k[None]).logits[0].softmax(0).tolist()
-        found = {model.config.id2label[number]: share for number, share in enumerate(shares)}
-        yield {**about, "label": max(found, key=found.__getitem__), "probabilities": found}
+        probabilities = {model.config.id2label[number]: share for number, share in enumerate(shares)}
+        yield {**about, "label": max(probabilities, key=probabilities.__getitem__), "probabilities": probabilities}
 
 
 def _records(front: Front, path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:

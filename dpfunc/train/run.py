@@ -85,18 +85,18 @@ def prepare(job: Job, spent: Ledger | None = None) -> Prepared:
     processing = load_processing(job)
     records = read_records(job, processing)
     size = job.privacy.public_size(len(records.units))
-    model, found = None, None
+    model, recipe = None, None
     earlier = folders.spent_before(job) if spent is None else spent  # the twin takes the recipe of the private run
     if job.training.missing:
         model = choose_parameters(load_base(job, processing), job, processing)
-        job, found = with_recipe(job, model, size, earlier)
+        job, recipe = with_recipe(job, model, size, earlier)
     num_steps, spent, plan = job.training.num_steps(size), None, None
     if job.privacy.dp_enabled:
         spent, plan = earlier, job.privacy.plan(size, job.batch_size, num_steps, earlier)
         num_steps = plan.num_steps
     model = choose_parameters(load_base(job, processing), job, processing) if model is None else model
     made_up_batch(job, processing)  # which the saved model will be compared on
-    return Prepared(job, model, processing, records, plan, num_steps, spent, found, folders.budget_of(job))
+    return Prepared(job, model, processing, records, plan, num_steps, spent, recipe, folders.budget_of(job))
 
 
 def check_packed(job: Job) -> None:
@@ -253,7 +253,7 @@ def training_arguments(prepared: Prepared) -> Any:
     checkpointing = recomputed(TrainingArguments) if training.gradient_checkpointing else {}
     evaluates = training.eval_steps is not None and bool(prepared.records.evaluation)
     with one_line("settings (optimizer, scheduler, report_to, bf16) that the Trainer takes"):
-        found = TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=job.output_dir, max_steps=prepared.num_steps, per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulated, per_device_eval_batch_size=job.physical_batch_size,
             optim=training.optimizer, lr_scheduler_type=training.scheduler,
@@ -263,8 +263,8 @@ def training_arguments(prepared: Prepared) -> Any:
             **{name: getattr(training, name) for name in _SAME_NAME}, **checkpointing, remove_unused_columns=False,
             use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
-        Trainer.get_optimizer_cls_and_kwargs(found, prepared.model)  # many are of packages that are not there
-    return found
+        Trainer.get_optimizer_cls_and_kwargs(arguments, prepared.model)  # many are of packages that are not there
+    return arguments
 
 
 def _batches_of_twin(job: Job) -> tuple[int, int]:

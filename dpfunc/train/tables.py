@@ -85,25 +85,25 @@ def read_table(
         InvalidArgument: what cannot be read, is missing or is there twice; rows are named by their number, never shown.
     """
     file = Path(path)
-    found = {
+    table = {
         number: _row(row, columns, unit, lists, values, optional, f"in row {number} of {file.name}")
         for number, row in _rows(file, columns)
     }
-    refuse((not found, f"Expected records in {str(file)!r}, got none."))
-    people = {row[unit] for row in found.values()} if unit is not None else set()
+    refuse((not table, f"Expected records in {str(file)!r}, got none."))
+    people = {row[unit] for row in table.values()} if unit is not None else set()
     refuse(
         (len({*map(spelling, people)}) < len(people),
          f"Expected each person in one spelling in the column {unit!r} of {file.name}, got two whose values look the "
          f"same: {LOOK_THE_SAME} would make two people of one. Write each of them in one way."),
     )  # fmt: skip
-    return _table(found, columns, deduplicate)
+    return _table(table, columns, deduplicate)
 
 
-def _table(found: Table, columns: Sequence[str], deduplicate: bool) -> Table:
+def _table(table: Table, columns: Sequence[str], deduplicate: bool) -> Table:
     """Numbered rows; of those that are equal in these columns the first."""
-    first = {tuple(row[column] for column in columns): number for number, row in reversed(found.items())}
-    kept = sorted(first.values()) if deduplicate else [*found]
-    return {number: found[number] for number in kept}
+    first = {tuple(row[column] for column in columns): number for number, row in reversed(table.items())}
+    kept = sorted(first.values()) if deduplicate else [*table]
+    return {number: table[number] for number in kept}
 
 
 def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
@@ -184,7 +184,7 @@ def _decoded(path: Path) -> str:
 def _rows_of_csv(text: str, columns: Sequence[str], path: Path) -> list[tuple[int, Any]]:
     """Numbered rows, if each has as many values as there are names, and no name is there twice."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    found: list[tuple[int, Any]] = []
+    rows: list[tuple[int, Any]] = []
     begins = 1
     try:
         names = list(reader.fieldnames or ())
@@ -196,7 +196,7 @@ def _rows_of_csv(text: str, columns: Sequence[str], path: Path) -> list[tuple[in
         begins = reader.line_num + 1
         for number, row in enumerate(reader, start=1):
             _check_width(row, names, columns, f"row {number} (line {begins}) of {path.name}")
-            found.append((number, row))
+            rows.append((number, row))
             begins = reader.line_num + 1
     except csv.Error as error:
         open_quote = "unexpected end of data" in str(error)
@@ -206,7 +206,7 @@ def _rows_of_csv(text: str, columns: Sequence[str], path: Path) -> list[tuple[in
             'of a .csv that has commas, quotes or line ends needs quotes around it, a quote inside of it is "", and '
             "one of over 131072 characters needs a .jsonl."
         ) from error
-    return found
+    return rows
 
 
 def _check_width(row: Mapping[Any, Any], names: Sequence[str], columns: Sequence[str], where: str) -> None:
@@ -233,9 +233,9 @@ def _parsed(text: str, columns: Sequence[str], expected: str) -> Any:
         return dict(pairs)
 
     try:
-        found = json.loads(text, object_pairs_hook=once)
+        values = json.loads(text, object_pairs_hook=once)
         if not twice:
-            return found
+            return values
         reason = f"it has {twice[0]!r} twice"
     except json.JSONDecodeError as error:
         reason = error.msg
@@ -345,10 +345,10 @@ def is_held_out(row: Row, fraction: float, seed: int, unit: str | None = None) -
 def json_values(path: Path) -> dict[str, Any]:
     """The values of a JSON file with one object; none where it cannot be read, or has several lines."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def same_file(one: Path, other: Path) -> bool:
