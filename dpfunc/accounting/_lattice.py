@@ -24,33 +24,33 @@ _LARGEST_EXPONENT = 600.0
 _WIDER = 1.01  # than for the epsilon of the aim
 
 
-def lattice_epsilon(base: aims.Sampled, aim: aims.Aim, delta: float) -> float:
+def lattice_epsilon(table: aims.LossTable, aim: aims.Aim, delta: float) -> float:
     """A bound on epsilon, near that of the aim; infinite where the lattice would be too large."""
-    law = lattice_law(base, aim, delta, _ERROR)
+    law = lattice_law(table, aim, delta, _ERROR)
     left = (delta - float(law.infinite)) * (1 - 1e-9)
     return losses.epsilon_at(law.loss, law.mass, left) if left > delta / 2 else math.inf
 
 
-def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float, most: int = _MOST) -> Atoms:
+def lattice_law(table: aims.LossTable, aim: aims.Aim, delta: float, error: float, most: int = _MOST) -> Atoms:
     """Positive losses of all steps together that dominate theirs, in order, without infinite ones of given laws.
 
     All of the mass is infinite where the lattice would be too large.
 
     Args:
-        base, aim: see `_tilted_aim`. delta: about that at the epsilon of the aim. error: relative to epsilon.
+        table, aim: see `_tilted_aim`. delta: about that at the epsilon of the aim. error: relative to epsilon.
         most: points.
     """
     t, length = aim.tilt, _WIDER * aim.epsilon + aim.period
     steepest = max(t, aim.slope)
-    number_of_steps = float(base.steps.sum()) + sum(steps for steps, _ in base.fixed) + 1
+    number_of_steps = float(table.steps.sum()) + sum(steps for steps, _ in table.fixed) + 1
     width = math.sqrt(12 * error * aim.scale * aim.slope / (number_of_steps * steepest * (1 + steepest)))
     width = min(width, length / _FEWEST)
-    kinds = _continuous(base, delta)
-    points = sum(float(np.ptp(losses.loss_of(q, s, ends, base.direction))) for q, s, ends, _ in kinds) / width
+    kinds = _continuous(table, delta)
+    points = sum(float(np.ptp(losses.loss_of(q, s, ends, table.direction))) for q, s, ends, _ in kinds) / width
     if max(points, length / width) > most or max(t * aim.epsilon, length) > _LARGEST_EXPONENT:
         return UNBOUNDED
-    parts = [(_cells(q, s, ends, width, base.direction), steps) for q, s, ends, steps in kinds]
-    parts += [(_apart(law, width), float(steps)) for steps, law in base.fixed]
+    parts = [(_cells(q, s, ends, width, table.direction), steps) for q, s, ends, steps in kinds]
+    parts += [(_apart(law, width), float(steps)) for steps, law in table.fixed]
     laws = [losses.tilt(atoms, steps, t) for atoms, steps in parts]
     starts = [float(atoms.loss[0]) for atoms, _ in parts]
     size = int(scipy.fft.next_fast_len(math.ceil(length / width), real=True))
@@ -82,14 +82,14 @@ def lattice_law(base: aims.Sampled, aim: aims.Aim, delta: float, error: float, m
     return Atoms(mass, loss + 16 * ULP * largest, np.asarray(infinite))
 
 
-def _continuous(base: aims.Sampled, delta: float) -> list[tuple[float, float, Array, float]]:
+def _continuous(table: aims.LossTable, delta: float) -> list[tuple[float, float, Array, float]]:
     """The kinds of steps with Gaussian noise: q, sigma, the ends of the outputs, steps."""
-    ends = [x[[0, -1]] for x in base.x]
-    kinds = list(zip(base.q.tolist(), base.sigma.tolist(), ends, base.steps.tolist(), strict=True))
-    if base.gaussian > 0:  # those without sampling are one
-        s = (1 - 4 * ULP) / math.sqrt(base.gaussian)
+    ends = [x[[0, -1]] for x in table.x]
+    kinds = list(zip(table.q.tolist(), table.sigma.tolist(), ends, table.steps.tolist(), strict=True))
+    if table.gaussian > 0:  # those without sampling are one
+        s = (1 - 4 * ULP) / math.sqrt(table.gaussian)
         reach = max(9.5, -float(scipy.special.ndtri(aims.TINY * delta / 2)))
-        kinds.append((1.0, s, np.array([-reach * s, reach * s + MEANS[base.direction][0]]), 1.0))
+        kinds.append((1.0, s, np.array([-reach * s, reach * s + MEANS[table.direction][0]]), 1.0))
     return kinds
 
 

@@ -52,7 +52,6 @@ _MAX_ROUNDS = 8
 _KINKED, _GAIN = 4.0, 4e-4  # where t epsilon is less, errors are divided by 8 until epsilon falls by less than that
 _FINE = 1.0, 0.1  # of the usual errors in the first round, without and with given laws, which are often of few steps
 _LARGEST_EPSILON = 700.0
-_NONE: Mapping[Direction, Sequence[Fixed]] = {}
 _SMOOTH_ERROR = 1e-5  # relative to epsilon
 _MAX_FREQUENCIES = 2**18
 _CURVE_ERROR, _CURVE_POINTS = 2e-6, 2**19  # of a lattice; the error is relative to epsilon
@@ -71,7 +70,7 @@ def tilted_epsilon(
     kinds: Sequence[Kind],
     directions: Sequence[Direction],
     delta: float,
-    fixed: Mapping[Direction, Sequence[Fixed]] = _NONE,
+    fixed: Mapping[Direction, Sequence[Fixed]] | None = None,
     finer: Mapping[Direction, Sequence[Fixed]] | None = None,
 ) -> _Bound:
     """The larger bound of the directions; `fixed` are laws of other steps, whose infinite losses are not counted.
@@ -85,7 +84,7 @@ def tilted_epsilon(
     bound = _Bound(0.0, 0.0)
     for direction in directions:
         last = None if finer is None else finer.get(direction, ())
-        more = one_direction(kinds, direction, delta, bound.epsilon, fixed.get(direction, ()), last)
+        more = one_direction(kinds, direction, delta, bound.epsilon, (fixed or {}).get(direction, ()), last)
         bound = _Bound(max(bound.epsilon, more.epsilon), max(bound.renyi, more.renyi))
     return bound
 
@@ -93,15 +92,15 @@ def tilted_epsilon(
 def estimated_epsilon(kinds: Sequence[Kind], direction: Direction, delta: float, fixed: Sequence[Fixed] = ()) -> float:
     """Fast estimate of epsilon by Laplace's method, within some percent for many steps; not a bound."""
     kinds = _within_domain(kinds, delta)
-    few, log_delta = aims.sampled_losses(kinds, direction, delta, 32, fixed), math.log(delta)
-    return aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)[0]
+    coarse, log_delta = aims.loss_table(kinds, direction, delta, 32, fixed), math.log(delta)
+    return aims.laplace(coarse, aims.best_tilt(coarse, log_delta), log_delta)[0]
 
 
 def estimated_delta(kinds: Sequence[Kind], direction: Direction, epsilon: float, fixed: Sequence[Fixed]) -> float:
     """Fast estimate of delta by Laplace's method, in the domain of this accountant; not a bound."""
-    few = aims.sampled_losses(_within_domain(kinds, LEAST_DELTA), direction, LEAST_DELTA, 32, fixed)
-    t = aims.saddle(few, epsilon)
-    return min(max(math.exp(min(aims.log_integral(few, t) - t * epsilon, 0.0)), LEAST_DELTA), 0.5)
+    coarse = aims.loss_table(_within_domain(kinds, LEAST_DELTA), direction, LEAST_DELTA, 32, fixed)
+    t = aims.saddle(coarse, epsilon)
+    return min(max(math.exp(min(aims.log_integral(coarse, t) - t * epsilon, 0.0)), LEAST_DELTA), 0.5)
 
 
 def _within_domain(kinds: Sequence[Kind], delta: float) -> list[Kind]:
@@ -150,16 +149,16 @@ def one_direction(
 ) -> _Bound:  # fmt: skip
     """The bound for neighbours in one order; not below `floor`, which the other order has already cost."""
     log_delta = math.log(delta)
-    few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
-    t = aims.best_tilt(few, log_delta)
-    base = aims.sampled_losses(kinds, direction, delta, 0, fixed)
-    renyi = 0.0 if floor else max(0.0, aims.renyi_estimate(base, t, log_delta))
-    about, t = aims.laplace(few, t, log_delta)
+    coarse = aims.loss_table(kinds, direction, delta, 32, fixed)
+    t = aims.best_tilt(coarse, log_delta)
+    table = aims.loss_table(kinds, direction, delta, 0, fixed)
+    renyi = 0.0 if floor else max(0.0, aims.renyi_estimate(table, t, log_delta))
+    about, t = aims.laplace(coarse, t, log_delta)
     slope = t
     best, fine = math.inf, _FINE[bool(fixed)]
     for _ in range(_MAX_ROUNDS):  # until parameters were chosen for about the epsilon that was found
-        aim = aims.make_aim(few, about, slope, t, log_delta, fine)
-        epsilon, steepness = compose(discrete_laws(base, aim), base, aim, delta, floor)
+        aim = aims.make_aim(coarse, about, slope, t, log_delta, fine)
+        epsilon, steepness = compose(discrete_laws(table, aim), table, aim, delta, floor)
         gain, best = best - epsilon, min(best, epsilon)
         settled = abs(about - best) <= 0.05 * best and abs(math.log(steepness / slope)) < 0.4
         if best <= floor or (
@@ -169,10 +168,10 @@ def one_direction(
             break
         fine /= 8 if settled else 1
         about, slope = best, steepness
-        t = aims.saddle(few, about)
+        t = aims.saddle(coarse, about)
     if finer is not None and best > floor:
-        aim = aims.make_aim(few, best, steepness, aims.saddle(few, best), log_delta)
-        best = min(best, lattice_epsilon(replace(base, fixed=finer), aim, delta))
+        aim = aims.make_aim(coarse, best, steepness, aims.saddle(coarse, best), log_delta)
+        best = min(best, lattice_epsilon(replace(table, fixed=finer), aim, delta))
     return _Bound(best, renyi)
 
 
@@ -185,40 +184,40 @@ def curve_near(
     large or deltas are tiny, of one line of integration, which is chosen for the epsilon `at` if that is known.
     """
     kinds, log_delta = _within_domain(kinds, delta), math.log(delta)
-    few = aims.sampled_losses(kinds, direction, delta, 32, fixed)
-    about, t = aims.laplace(few, aims.best_tilt(few, log_delta), log_delta)
-    base = aims.sampled_losses(kinds, direction, delta, 0, fixed)
+    coarse = aims.loss_table(kinds, direction, delta, 32, fixed)
+    about, t = aims.laplace(coarse, aims.best_tilt(coarse, log_delta), log_delta)
+    table = aims.loss_table(kinds, direction, delta, 0, fixed)
     if delta >= _TINY:
         gentle = min(t, (1 - 2 * log_delta) / about)  # a steeper one makes the rounding of smaller losses large
-        aim = aims.make_aim(few, about, gentle, gentle, log_delta)
-        law = lattice_law(base, aim, delta, _CURVE_ERROR, _CURVE_POINTS)
+        aim = aims.make_aim(coarse, about, gentle, gentle, log_delta)
+        law = lattice_law(table, aim, delta, _CURVE_ERROR, _CURVE_POINTS)
         if len(law.mass):
             return delta_curve(law)
     if at is not None:
         about = at
-        t = aims.saddle(few, at)
-    aim = aims.make_aim(few, about, t, t, log_delta, _CURVE_FINE)
+        t = aims.saddle(coarse, at)
+    aim = aims.make_aim(coarse, about, t, t, log_delta, _CURVE_FINE)
     aim = replace(aim, period=2 * aim.period)  # for smaller epsilons, too
-    log_bound, infinite = log_delta_of(discrete_laws(base, aim), base, aim, delta)
+    log_bound, infinite = log_delta_of(discrete_laws(table, aim), table, aim, delta)
     return lambda epsilon: infinite + math.exp(min(log_bound(epsilon), 0.0))
 
 
-def discrete_laws(base: aims.Sampled, aim: aims.Aim) -> list[Law]:
-    laws = [losses.tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in base.fixed]
-    ends = aims.choose_ends(base, aim) if len(base.steps) else []
+def discrete_laws(table: aims.LossTable, aim: aims.Aim) -> list[Law]:
+    laws = [losses.tilt(Atoms(law.mass, law.loss, np.zeros(())), float(steps), aim.tilt) for steps, law in table.fixed]
+    ends = aims.choose_ends(table, aim) if len(table.steps) else []
     lengths = np.array([len(some) for some in ends])
     for length in np.unique(lengths):  # as arrays, for speed
         alike = np.flatnonzero(lengths == length)
-        q, s, x = base.q[alike, None], base.sigma[alike, None], np.stack([ends[i] for i in alike])
-        atoms = losses.atoms(q, s, x, base.direction)
-        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, base.steps[alike], strict=True):
+        q, s, x = table.q[alike, None], table.sigma[alike, None], np.stack([ends[i] for i in alike])
+        atoms = losses.atoms(q, s, x, table.direction)
+        for mass, loss, infinite, steps in zip(atoms.mass, atoms.loss, atoms.infinite, table.steps[alike], strict=True):
             laws.append(losses.tilt(Atoms(mass, loss, infinite), float(steps), aim.tilt))
     return sorted(laws, key=lambda law: -law.variance)
 
 
-def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, floor: float) -> tuple[float, float]:
+def compose(laws: list[Law], table: aims.LossTable, aim: aims.Aim, delta: float, floor: float) -> tuple[float, float]:
     """The least epsilon, up to 1e-9, at which the bound on delta is at most `delta`, or `floor`: (epsilon, slope)."""
-    log_bound, infinite = log_delta_of(laws, base, aim, delta)
+    log_bound, infinite = log_delta_of(laws, table, aim, delta)
     target = math.log(delta - infinite) - 2 * ULP
     epsilon = _least_epsilon(log_bound, target, aim.epsilon, aim.tilt, floor)
     step = 1e-3 * epsilon
@@ -227,7 +226,7 @@ def compose(laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float, fl
 
 
 def log_delta_of(
-    laws: list[Law], base: aims.Sampled, aim: aims.Aim, delta: float
+    laws: list[Law], table: aims.LossTable, aim: aims.Aim, delta: float
 ) -> tuple[Callable[[float], float], float]:
     """The logarithm of a bound on delta of the finite losses, as a function of epsilon; and the mass of infinite ones.
 
@@ -239,7 +238,7 @@ def log_delta_of(
     t, spacing = aim.tilt, 2 * math.pi / aim.period
     # the mu^2 of a Gaussian costs about mu^2 (1 + slope) / 2: none is added where there is enough
     added = max(2 * _SMOOTH_ERROR * aim.fine * aim.scale / (1 + aim.slope), 80.0 / (_MAX_FREQUENCIES * spacing) ** 2)
-    gaussian = base.gaussian + (added if base.gaussian < added else 0.0)
+    gaussian = table.gaussian + (added if table.gaussian < added else 0.0)
     moment = sum(law.steps * law.log_moment for law in laws) + gaussian * t * (1 + t) / 2
     drift = sum(law.steps * law.mean for law in laws) + gaussian * (t + 0.5)
     # what may be dropped, relative to e^(K(t) - t epsilon)

@@ -21,9 +21,9 @@ AMPLIFIED = {1: (0.185571, 0.18551626), 8: (0.819755, 0.81975365), 32: (1.947697
 
 
 def aimed(kinds, direction, delta, about):
-    few = aims.sampled_losses(kinds, direction, delta)
-    t = aims.saddle(few, about)
-    return few, aims.make_aim(few, about, max(t, 1 / about), t, math.log(delta))
+    table = aims.loss_table(kinds, direction, delta)
+    t = aims.saddle(table, about)
+    return table, aims.make_aim(table, about, max(t, 1 / about), t, math.log(delta))
 
 
 @pytest.mark.parametrize("bands", AMPLIFIED)
@@ -82,17 +82,17 @@ def test_few_steps_against_rounded_losses(kind, direction):
 def test_no_aim_can_make_it_too_low(factor):
     """Parameters for another epsilon, another tilt, a shorter period and wider cells: above the truth all the same."""
     kinds, delta, truth = [(0.02, 1.0, 400)], 1e-6, epsilon_by_inversion([(0.02, 1.0, 400)], 1e-6)
-    base, aim = aimed(kinds, "remove", delta, truth)
+    table, aim = aimed(kinds, "remove", delta, truth)
     for change in ("epsilon", "slope", "tilt", "period"):
         other = replace(aim, **{change: getattr(aim, change) * factor})
-        assert lattice_epsilon(base, other, delta) >= truth * (1 - 1e-8), change
-    assert lattice_epsilon(base, aim, delta) <= truth * (1 + 1e-6)
+        assert lattice_epsilon(table, other, delta) >= truth * (1 - 1e-8), change
+    assert lattice_epsilon(table, aim, delta) <= truth * (1 + 1e-6)
 
 
 def test_steps_of_all_records_are_exact():
     """A Gaussian on the lattice is the closed form; many points are refused, and the other bound stays."""
-    base, aim = aimed([(1.0, 3.0, 5)], "replace", 1e-6, 5.0)
-    assert lattice_epsilon(base, aim, 1e-6) == pytest.approx(gaussian_epsilon(math.sqrt(5) / 3, 1e-6), rel=1e-6)
+    table, aim = aimed([(1.0, 3.0, 5)], "replace", 1e-6, 5.0)
+    assert lattice_epsilon(table, aim, 1e-6) == pytest.approx(gaussian_epsilon(math.sqrt(5) / 3, 1e-6), rel=1e-6)
     many = Ledger((Event(1e-3, 1.0, 10**8),))
     assert epsilon(many, 1e-6, fine=True) == epsilon(many, 1e-6)
 

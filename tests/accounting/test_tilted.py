@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dpfunc.accounting import Ledger, epsilon
 from dpfunc.accounting._losses import TiltedUnavailable, atoms, conserved
 from dpfunc.accounting._tilted import compose, discrete_laws, one_direction, one_step_delta, tilted_epsilon
-from dpfunc.accounting._tilted_aim import make_aim, saddle, sampled_losses
+from dpfunc.accounting._tilted_aim import loss_table, make_aim, saddle
 from dpfunc.types import Event
 
 BOTH = ("remove", "add")
@@ -97,10 +97,10 @@ def test_no_parameter_can_make_it_too_low(events, delta, direction, tilt_factor,
     log_delta = math.log(delta)
     best = one_direction(events, direction, delta).epsilon
     assume(best > 1e-3)
-    base = sampled_losses(events, direction, delta)
-    t = saddle(base, best)
-    aim = make_aim(base, aim_factor * best, t, tilt_factor * t, log_delta)
-    found, _ = compose(discrete_laws(base, aim), base, aim, delta, 0.0)
+    table = loss_table(events, direction, delta)
+    t = saddle(table, best)
+    aim = make_aim(table, aim_factor * best, t, tilt_factor * t, log_delta)
+    found, _ = compose(discrete_laws(table, aim), table, aim, delta, 0.0)
     assert found >= best * (1 - 2e-3)
     try:
         assert agreed_delta(found, events, direction) <= delta * (1 + 1e-9)
@@ -145,9 +145,9 @@ def test_what_is_beyond_the_cells_counts(direction):
         for value in (0.0, 0.01, 0.3):
             delta = float(found.mass @ np.maximum(-np.expm1(value - found.loss), 0.0)) + found.infinite
             assert delta >= one_step_delta(0.1, 1.0, direction, value) * (1 - 1e-9)
-    base = sampled_losses([(0.01, 1.0, 1000)], "remove", 1e-5)
-    aim = make_aim(base, 1.83, 7.5, 6.5, math.log(1e-5))
-    laws = discrete_laws(base, aim)
+    table = loss_table([(0.01, 1.0, 1000)], "remove", 1e-5)
+    aim = make_aim(table, 1.83, 7.5, 6.5, math.log(1e-5))
+    laws = discrete_laws(table, aim)
     cut = [dataclasses.replace(law, infinite=3e-9) for law in laws]
-    found, more = (compose(some, base, aim, 1e-5, 0.0)[0] for some in (laws, cut))
+    found, more = (compose(some, table, aim, 1e-5, 0.0)[0] for some in (laws, cut))
     assert more == pytest.approx(found - math.log(0.7) / 7.5, rel=0.01)
