@@ -151,13 +151,8 @@ def train(
     Example: dpfunc train job.yaml --dp-epsilon 3 --dp-delta 1e-5 --dry-run
     """
     with importing():
-        from dpfunc.train import _config_file as config_file
-        from dpfunc.train.config import job_from_dict, twin
-    given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
-    if no_dp:  # before the arguments are checked: the twin needs none of them
-        values = config_file.override(values, {("privacy", "dp_enabled"): "false"})
-    job = job_from_dict(config_file.override(values, given))
-    job = twin(job) if no_dp else job
+        from dpfunc.train._config_file import read_job
+    job = read_job(config, flags, no_dp=no_dp)
     with _keys_of_the_file(), importing(), _processes() as (_, writes), reporting(as_json, writes) as report:
         if dry_run or job.privacy.dp_dry_run:
             from dpfunc.train._dry_run import dry_run as plan_lines

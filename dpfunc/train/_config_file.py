@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -38,9 +39,14 @@ FACTORS = (0.3, 1.0, 3.0)
 _MOST_COMBINATIONS = 1000
 
 
-def read_job(path: Path | str, flags: Sequence[str] = ()) -> Job:
-    """The job of a YAML file, with flags over it (test_a_key_twice_is_refused, test_flags_override_the_file)."""
-    return job_from_dict(override(read_yaml(path), parse_flags(flags)))
+def read_job(path: Path | str, flags: Sequence[str] = (), *, no_dp: bool = False) -> Job:
+    """The job of a YAML file, with flags over it; or its twin without privacy, in a folder of its own."""
+    # tests/train/test_config_file.py::test_a_key_twice_is_refused, ::test_flags_override_the_file
+    values = override(read_yaml(path), parse_flags(flags))
+    if no_dp:
+        values = override(values, {("privacy", "dp_enabled"): "false"})
+    job = job_from_dict(values)
+    return replace(job, output_dir=f"{job.output_dir.rstrip('/')}-no-dp") if no_dp else job
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # has no types

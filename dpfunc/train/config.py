@@ -514,14 +514,6 @@ def job_to_dict(job: Job) -> dict[str, Any]:
     return cast(dict[str, Any], _JOBS.dump_python(job, mode="json"))
 
 
-def twin(job: Job) -> Job:
-    """The same job without privacy, into a folder of its own."""
-    return dataclasses.replace(
-        job, privacy=dataclasses.replace(job.privacy, dp_enabled=False),
-        output_dir=f"{job.output_dir.rstrip('/')}-no-dp",
-    )  # fmt: skip
-
-
 def explained(error: ValidationError, flag: str = "", key: str = "") -> InvalidArgument:
     """The first problem of an error of pydantic about keys, or the flag of a key, unknown keys first; nothing long."""
     problem = min(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
