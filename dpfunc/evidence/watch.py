@@ -249,17 +249,9 @@ def _parts(value: Any) -> Mapping[str, object] | None:
     for kinds, parts in _KINDS:
         if isinstance(value, kinds):
             return parts(value)
-    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    own = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
+    state = object.__getstate__(value)  # its attributes; where it has slots, the pair of both
+    own = {**(state[0] or {}), **state[1]} if isinstance(state, tuple) else state or {}
     return {f".{name}": part for name, part in own.items()} if own else None
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a class, as its objects have them."""
-    names = vars(kind).get("__slots__", ())
-    own = kind.__name__.lstrip("_")
-    every = (names,) if isinstance(names, str) else tuple(names)
-    return tuple(f"_{own}{n}" if n.startswith("__") and not n.endswith("__") else n for n in every if n != "__dict__")
 
 
 def _of_function(own: FunctionType) -> Mapping[str, object]:
