@@ -253,13 +253,17 @@ def _row(
     """The texts of a row in the columns; lists, other values and their texts as JSON."""
     if not isinstance(row, dict):
         raise InvalidArgument(f"Expected an object with names {where}.")
+    person = row.get(unit)
     refuse(
         (unit is not None and unit not in row,
          f"Expected a person in the column {unit!r} {where}, got a row without that column. Name in data.unit_column "
          "the one that says whose record a row is; or leave the row out, or give it a name of its own."),
+        (unit is not None and (isinstance(person, bool) or not isinstance(person, str | int) or not spelling(person)),
+         f"Expected a person in the column {unit!r} {where}: a text that is not empty, or a whole number. "
+         "Leave the row out, or give it a name of its own if it is nobody else's."),
     )  # fmt: skip
     may_lack = {*any_value, *row}
-    empty = {column for column in (*optional, unit) if column in may_lack and _is_missing(row.get(column))}
+    empty = {column for column in optional if column in may_lack and _is_missing(row.get(column))}
     values = {
         column: "" if column in empty else _text(row, column, column in lists, column in any_value, where)
         for column in columns
@@ -270,13 +274,6 @@ def _row(
                 f"Expected a text in the column {column!r} {where}, got half of a surrogate pair, which no text has. "
                 "Write the table as UTF-8 again, or leave the row out."
             )
-    if unit is None:
-        return values
-    refuse(
-        (isinstance(row[unit], bool) or not isinstance(row[unit], str | int) or not spelling(values[unit]),
-         f"Expected a person in the column {unit!r} {where}: a text that is not empty, or a whole number. "
-         "Leave the row out, or give it a name of its own if it is nobody else's."),
-    )  # fmt: skip
     return values
 
 
