@@ -225,12 +225,10 @@ def _settings(slot: Path, counted: Ledger, known: dict[str, str] | None) -> dict
 
 def _finished(secret: Path, state: _State, released: SelectionRecord) -> Outcome:
     """Delete the other runs and the key; the file from which a killed search resumes is deleted last."""
-    for path in sorted(secret.iterdir(), key=lambda path: path.name == _STATE):
+    for path in secret.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        else:
-            path.unlink()
-    secret.rmdir()
+    shutil.rmtree(secret)
     return released, None if state.candidate is not None else state.failure or "no run was drawn"
 
 
