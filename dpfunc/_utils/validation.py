@@ -40,9 +40,6 @@ def set_fields(made: object, values: Mapping[str, object]) -> None:
         object.__setattr__(made, name, value)
 
 
-def _nothing(made: object) -> None: ...
-
-
 def checked(checks: Mapping[str, Callable[[str, Any], object]]) -> Callable[[Kind], Kind]:
     """Class decorator, below `@dataclass`: each field becomes what its check makes of its name and value.
 
@@ -60,8 +57,8 @@ def checked(checks: Mapping[str, Callable[[str, Any], object]]) -> Callable[[Kin
     """
 
     def decorate(kind: Kind) -> Kind:
-        before = getattr(super(kind, kind), "__post_init__", _nothing)
-        after = vars(kind).get("__post_init__", _nothing)
+        before = getattr(super(kind, kind), "__post_init__", lambda made: None)
+        after = vars(kind).get("__post_init__", lambda made: None)
 
         def check(made: Any) -> None:
             before(made)

@@ -178,8 +178,8 @@ def _placed(place: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     """A place in a budget, with which all that others were charged and the own steps fit."""
     claim, own = values["claim"], _own_ledger(values)
     others, most = Ledger(events_in(place["others"]), own.adjacency), positive("epsilon", place["epsilon"])
-    for name in (name for name in _PLACED if place[name] != claim[name]):
-        raise fail(f"a run with the {name} of its budget, {place[name]!r}", name, claim[name])
+    for name in _PLACED:
+        expect(place[name] == claim[name], f"a run with the {name} of its budget, {place[name]!r}", name, claim[name])
     total = others.compose(own).epsilon(values["claim"]["delta"]).epsilon
     expect(total <= most * (1 + ROUNDING), f"all runs within the budget of the data set, {most:g}", "epsilon", total)
     return {
