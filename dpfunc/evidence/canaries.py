@@ -94,7 +94,7 @@ class Canaries:
         """
         if not batch_size(data):
             raise InvalidArgument("Expected data with at least one record, got none: canaries take its shapes.")
-        return behind(data, torch.arange(len(self.names), device="cpu"))
+        return append_canaries(data, torch.arange(len(self.names), device="cpu"))
 
     def loss(self, loss_fn: LossFn) -> LossFn:
         """The loss of batches of `extend(data)`: that of each record, and `norm * param[position]` of each canary.
@@ -143,7 +143,7 @@ class Canaries:
         }
 
 
-def behind(data: Batch, own: Tensor) -> tuple[Batch, Tensor]:
+def append_canaries(data: Batch, own: Tensor) -> tuple[Batch, Tensor]:
     """Data with the canaries of these numbers behind it, see `Canaries.extend`; with no record, ones stand for each."""
 
     def extended(leaf: Tensor) -> Tensor:

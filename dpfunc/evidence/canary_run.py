@@ -16,9 +16,9 @@ from dpfunc._utils.validation import fail, integer
 from dpfunc.batches import batch_size
 from dpfunc.engines._guards.loss import split_aux
 from dpfunc.errors import BudgetExhausted, InvalidArgument
-from dpfunc.evidence._noise_seen import seen_noise
+from dpfunc.evidence._noise_check import with_noise_check
 from dpfunc.evidence._one_run import Audit, audit, largest_bound
-from dpfunc.evidence.canaries import Canaries, behind, coins
+from dpfunc.evidence.canaries import Canaries, append_canaries, coins
 from dpfunc.evidence.neighbours import Init, Step
 from dpfunc.evidence.watch import Tape, WatchedNoise, WatchedSampler, settings_of
 from dpfunc.plan import Plan
@@ -80,7 +80,7 @@ def planted_plan(plan: Plan, planted: Planted) -> Plan:
         "An audit with %d canaries shows at most epsilon >= %.3g at delta=%g, %.3g if the noise is Gaussian. A "
         "claim above that is not refuted by guesses; more canaries show more.", m, most, plan.delta, most_gaussian,
     )  # fmt: skip
-    return seen_noise(replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings))
+    return with_noise_check(replace(plan, sampler=WatchedSampler(larger, Tape(without=n + out)), **settings))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PlantedStep(DPStep):
         n = sampler.dataset_size - planted.count
         drawn = sampler.sampler.indices(state.key, state.step)
         own = drawn[drawn >= n] - n
-        rows, numbers = behind(batch, own)
+        rows, numbers = append_canaries(batch, own)
         if mask_B is not None:
             mask_B = torch.cat([mask_B, mask_B.new_ones(len(own))])
         result = self._whole(params, (rows, numbers.to(next(iter(params.values())).device)), state, mask_B=mask_B)

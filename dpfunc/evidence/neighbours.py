@@ -241,11 +241,11 @@ def _run(dp_step: DPStep, init: Init, step: Step, key: Key, data: Batch, steps: 
             except BudgetExhausted:  # the plan's last step was taken: an end like None
                 carry = None
             tape.seen.append({"the end of the loop": carry is None, **described(carry)})
-        outside = {f"{name}, made outside of init and step": object() for name in _made_before(init, step)}
+        outside = {f"{name}, made outside of init and step": object() for name in _values_from_outside(init, step)}
         tape.seen.append(left_in(Path(folder).resolve(), lines(), elsewhere) | outside)
 
 
-def _made_before(*functions: Any) -> set[str]:
+def _values_from_outside(*functions: Any) -> set[str]:
     """Names of tensors, arrays and computed numbers that functions take from outside: no run makes them anew.
 
     A mean of all records at the level of the module is one; whether it is made of records, nobody can see.
@@ -293,7 +293,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
         unsteady.add(_SUM)
     everything = torch.arange(len(data.rows) if isinstance(data, Rows) else batch_size(data), device="cpu")
 
-    def on(index: Tensor, steps: int, gone: Tensor | None = None) -> Tape:
+    def run_on(index: Tensor, steps: int, gone: Tensor | None = None) -> Tape:
         """Another run, on the records of these numbers; an error in it is something that only it has."""
         tape = Tape(forced=first, without=gone)
         try:
@@ -305,7 +305,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     def without(gone: Tensor, steps: int = steps) -> Tape:
         index = everything.clone()
         index[gone] = (gone + 1) % len(index)
-        return on(index, steps, gone if removed else None)
+        return run_on(index, steps, gone if removed else None)
 
     record, ratio = _largest(first, candidates, without)
     one, most = torch.tensor([record], device="cpu"), everything[everything % _KEPT != 0]
@@ -313,8 +313,8 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     others = {
         "without the record": neighbour,
         "without most of the records": fewer,
-        "without records": on(everything, steps, everything),
-        "with other records": on(torch.full_like(everything, record), steps),
+        "without records": run_on(everything, steps, everything),
+        "with other records": run_on(torch.full_like(everything, record), steps),
     }
     too_far = (
         f"step {number}: {_SUM}{group} by {distance / most:.3g} of its sensitivity"
@@ -330,7 +330,7 @@ def compare(loop: Loop, data: Any, steps: int, candidates: int, *, removed: bool
     ]
     return Replay(
         len(first.releases), record, max(ratio, _ratio(first, neighbour)), _first_of_each(moved),
-        tuple(sorted({_what(one) for one in unsteady - {_SUM}})[:_SHOWN]),
+        tuple(sorted({_without_step(one) for one in unsteady - {_SUM}})[:_SHOWN]),
     )  # fmt: skip
 
 
@@ -398,15 +398,15 @@ def _moved(first: Tape, other: Tape, unsteady: Collection[str]) -> list[str]:
         differences.append(f"number of steps, {len(first.releases)} and {len(other.releases)}")
     *steps, left = zip_longest(first.seen, other.seen, fillvalue=dict[str, object]())
     differences += [f"step {number - 1}: {what}" for number, pair in enumerate(steps) for what in _different(*pair)]
-    known = {_what(one) for one in unsteady}
-    return [one for one in [*differences, *_different(*left)] if _what(one) not in known]
+    known = {_without_step(one) for one in unsteady}
+    return [one for one in [*differences, *_different(*left)] if _without_step(one) not in known]
 
 
 def _different(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:
     return sorted(what for what in here.keys() | there.keys() if here.get(what) != there.get(what))
 
 
-def _what(difference: str) -> str:
+def _without_step(difference: str) -> str:
     return re.sub(r"^step -?\d+: ", "", difference)
 
 
@@ -414,5 +414,5 @@ def _first_of_each(moved: list[str]) -> tuple[str, ...]:
     """The first step of each kind of difference, and at most as many as a reader looks at."""
     first: dict[str, str] = {}
     for what in moved:
-        first.setdefault(_what(what).partition(" (")[0].partition(" by ")[0], what)
+        first.setdefault(_without_step(what).partition(" (")[0].partition(" by ")[0], what)
     return tuple(list(first.values())[:_SHOWN])

@@ -48,12 +48,12 @@ def read_script(path: Path) -> Script:
         return Script(dp_step, data, init, step, canaries)
 
     def begin(dp_step: Any, data: Batch, key: Key) -> Running:
-        rest = iter(train(dp_step, data, key))
-        return Running(rest, next(rest))
+        loop = iter(train(dp_step, data, key))
+        return Running(loop, next(loop))
 
     def go_on(dp_step: Any, data: Batch, carry: Running) -> Running | None:
         try:
-            return Running(carry.rest, next(carry.rest))
+            return Running(carry.loop, next(carry.loop))
         except StopIteration:
             return None
 

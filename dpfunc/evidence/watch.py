@@ -209,8 +209,8 @@ def _real(values: Tensor, real: Tensor) -> Tensor:
 class Running(NamedTuple):
     """A plain loop that is under way, and what it has yielded, which alone is compared."""
 
-    rest: Any
-    has: Any
+    loop: Any
+    yielded: Any
 
 
 def described(value: object, place: str = "loop", above: tuple[int, ...] = ()) -> dict[str, object]:
@@ -265,7 +265,7 @@ def _of_function(own: FunctionType) -> Mapping[str, object]:
 _Kind: TypeAlias = type[Any] | tuple[type[Any], ...]
 # What has parts that are no attributes -> its parts, by their place.
 _KINDS: tuple[tuple[_Kind, Callable[[Any], Mapping[str, object] | None]], ...] = (
-    (Running, lambda own: {"": own.has}),
+    (Running, lambda own: {"": own.yielded}),
     ((DPStep, Plan), lambda own: {}),  # of the replay itself: they hold its tape
     ((type, ModuleType), lambda own: {"": own.__name__}),
     (FunctionType, _of_function),

@@ -284,7 +284,7 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path, where: str = "a
     )  # fmt: skip
     if data.chat or job.task == "preference":
         try:
-            record = _said(job, processing, row, folder) if data.chat else _preferred(job, processing, row)
+            record = _chat_record(job, processing, row, folder) if data.chat else _pair_record(job, processing, row)
         except InvalidArgument as error:
             what = "pair" if job.task == "preference" else "chat"
             raise InvalidArgument(f"The {what} in {where} cannot be used. {error}") from None
@@ -295,23 +295,23 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path, where: str = "a
         case "causal_lm":
             return language_record(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
         case "seq2seq":
-            return _translated(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
+            return _seq2seq_record(processing, _prompt(row, data), row[learnt_columns(job)[0]], data)
         case "vqa":
-            return _asked(processing, row, data, folder, where)
+            return _vqa_record(processing, row, data, folder, where)
         case "token_classification":
-            return _labelled(processing, row, data, where)
+            return _token_labels_record(processing, row, data, where)
         case "text_regression":
             number = number_of(row[data.label_column])
             refuse(
                 (not math.isfinite(number),
                  f"Expected a finite number in the column {data.label_column!r} in {where}, got another."),
             )  # fmt: skip
-            return {**_encoded(processing, row, data), "labels": number}
+            return {**_token_ids(processing, row, data), "labels": number}
     [label] = _classes([row[data.label_column]], data, where)
     if job.task == "image_classification":
         _check_image(folder / row["image"], where)
         return {"source": folder / row["image"], "labels": label}
-    of_row = {"source": row} if job.task == "table_classification" else _encoded(processing, row, data)
+    of_row = {"source": row} if job.task == "table_classification" else _token_ids(processing, row, data)
     return {**of_row, "labels": label}
 
 
@@ -352,7 +352,7 @@ def _read_once(image: Path, changed: int, size: int) -> None:
     check_readable(image)
 
 
-def _preferred(job: Job, tokenizer: Any, row: Row) -> Mapping[str, Any]:
+def _pair_record(job: Job, tokenizer: Any, row: Row) -> Mapping[str, Any]:
     """Token ids and labels of both answers to the prompt of a row."""
     prompt, data = _prompt(row, job.data), job.data
     answers = zip(ANSWERS, learnt_columns(job), strict=True)
@@ -366,7 +366,7 @@ def _prompt(row: Row, data: DataSection) -> str:
     return row[data.prompt_column] if data.prompt_column else (data.prompt_template or "").format(**row)
 
 
-def _encoded(tokenizer: Any, row: Row, data: DataSection) -> dict[str, Any]:
+def _token_ids(tokenizer: Any, row: Row, data: DataSection) -> dict[str, Any]:
     """Token ids of a text, or of two, whose tokens are of two types if the tokenizer has these."""
     pair = [row[data.text_pair_column]] if data.text_pair_column else []
     encoded = tokenizer(row[data.text_column], *pair, truncation=True, max_length=data.max_length)
@@ -374,7 +374,7 @@ def _encoded(tokenizer: Any, row: Row, data: DataSection) -> dict[str, Any]:
     return {name: list(encoded[name]) for name in names}
 
 
-def _texts(value: str, whole: bool = False) -> list[str]:
+def _texts_in(value: str, whole: bool = False) -> list[str]:
     """The list in a column of lists; the words of a text, or the whole text alone."""
     listed = json.loads(value)
     if isinstance(listed, str):
@@ -397,7 +397,7 @@ def _values(row: Row, columns: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
+def _chat_record(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any]:
     """Token ids and labels of a chat, or of both of a pair; or the chat with the paths of its images."""
     data, tools, values = job.data, None, _values(row, job.data.chat or ())
     if data.tools_column is not None:
@@ -406,7 +406,7 @@ def _said(job: Job, processing: Any, row: Row, folder: Path) -> Mapping[str, Any
         return pair_tokens(processing, pair_messages(values, data.chat), max_length=data.max_length, tools=tools)
     turns = chats.chat_messages(values, data.chat)
     if job.task == "vqa":
-        images = chats.images(turns) or _texts(row[data.image_column] or "[]", whole=True)
+        images = chats.images(turns) or _texts_in(row[data.image_column] or "[]", whole=True)
         sample = {"messages": turns, "images": [str(folder / image) for image in images]}
         messages_with_images(processing, sample)
         return sample
@@ -428,9 +428,9 @@ def chat_lines(job: Job, processing: Any) -> list[str]:
     return [f"chat: what is learnt of a made-up one stands in [[ ]]: {said}"] * (job.data.loss_on == "response")
 
 
-def _labelled(tokenizer: Any, row: Row, data: DataSection, where: str) -> Mapping[str, Any]:
+def _token_labels_record(tokenizer: Any, row: Row, data: DataSection, where: str) -> Mapping[str, Any]:
     """Words with a label at the first token of each; what is cut off has none."""
-    words, given = _texts(row[data.text_column]), _texts(row[data.label_column])
+    words, given = _texts_in(row[data.text_column]), _texts_in(row[data.label_column])
     refuse(
         (not words or len(words) != len(given),
          f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
@@ -446,7 +446,7 @@ def _labelled(tokenizer: Any, row: Row, data: DataSection, where: str) -> Mappin
     return {"input_ids": list(encoded["input_ids"]), "labels": labels}
 
 
-def _translated(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
+def _seq2seq_record(tokenizer: Any, prompt: str, response: str, data: DataSection) -> Mapping[str, Any]:
     """Tokens that the encoder reads, and those that the decoder learns, with an end token."""
     limit = data.max_length
     learnt = list(tokenizer(text_target=response, truncation=True, max_length=limit)["input_ids"])
@@ -455,10 +455,10 @@ def _translated(tokenizer: Any, prompt: str, response: str, data: DataSection) -
     return {"input_ids": list(tokenizer(prompt, truncation=True, max_length=limit)["input_ids"]), "labels": learnt}
 
 
-def _asked(processor: Any, row: Row, data: DataSection, folder: Path, where: str) -> Mapping[str, Any]:
+def _vqa_record(processor: Any, row: Row, data: DataSection, folder: Path, where: str) -> Mapping[str, Any]:
     """Question, answer and paths of the images; marks of images in the texts are taken out: each has one, put here."""
     of_row = row[data.image_column]
-    images = [str(folder / image) for image in ([of_row] if data.max_images == 1 else _texts(of_row, whole=True))]
+    images = [str(folder / image) for image in ([of_row] if data.max_images == 1 else _texts_in(of_row, whole=True))]
     _check_images(images, data, where)
     question, answer = (
         _unmarked(row[column], processor.image_token) for column in (data.question_column, data.answer_column)

@@ -21,7 +21,7 @@ from dpfunc.checkpoint import _format as format
 from dpfunc.distributed._reduce import noise_windows
 from dpfunc.errors import BudgetExhausted, CheckpointError, InvalidArgument
 from dpfunc.evidence import replay as on_neighbours
-from dpfunc.evidence._noise_seen import NoiseSeen, seen_noise
+from dpfunc.evidence._noise_check import NoiseCheck, with_noise_check
 from dpfunc.evidence.watch import WatchedNoise
 from dpfunc.rng import insecure_key, secure_key
 from dpfunc.state import StepState, allow_repeat
@@ -221,7 +221,7 @@ def test_replay(case):
 def test_audit(case):
     """An audit takes the noise of earlier steps out by the weights that are claimed, and finds other ones."""
     claimed = getattr(case.noise, "weights", None)
-    watched = seen_noise(case.plan()).noise
+    watched = with_noise_check(case.plan()).noise
     assert isinstance(watched, WatchedNoise) == (claimed is not None)
     if claimed is None:
         return
@@ -233,7 +233,7 @@ def test_audit(case):
             new, before, *rest = (*claimed(run, step), 0.0)
             return (new * (1 + change[0]), before + new * change[1], *rest)
 
-        other = NoiseSeen(others)
+        other = NoiseCheck(others)
         noise_of(dataclasses.replace(case, noise=WatchedNoise(case.noise, other)))
         assert other.differs()
 

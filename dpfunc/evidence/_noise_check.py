@@ -24,7 +24,7 @@ _LEVEL = 1e-6  # probability that noise as claimed is found to be another one
 
 
 @dataclass
-class _Seen:
+class _ParameterNoise:
     """Noise of one parameter, divided by its claimed deviation."""
 
     cells: Tensor = field(default_factory=lambda: torch.zeros(_CELLS, dtype=torch.float64, device="cpu"))
@@ -65,14 +65,14 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class NoiseSeen:
+class NoiseCheck:
     """Noise that is compared with its claim where it is added; of each parameter what was seen.
 
     `weights` of the noise: see `Noise`.
     """
 
     weights: Callable[[Run, int], Sequence[float]]
-    seen: dict[str, _Seen] = field(default_factory=dict)
+    seen: dict[str, _ParameterNoise] = field(default_factory=dict)
 
     def around(self, inner: Add, run: Run) -> Add:
         """The addition of noise, which looks at the numbers before and after."""
@@ -83,7 +83,7 @@ class NoiseSeen:
             values, after = inner(clipped, state, turn)
             for name, before_P in sums.items():
                 noise_P = (_some(values[name]) - before_P) / stds[clipped.group_of[name]]
-                self.seen.setdefault(name, _Seen()).add(noise_P, weights)
+                self.seen.setdefault(name, _ParameterNoise()).add(noise_P, weights)
             return values, after
 
         return add
@@ -101,7 +101,7 @@ def _some(value: Tensor) -> Tensor:
     return flat_P[:: -(-flat_P.numel() // _LOOKED_AT) or 1].double().cpu()
 
 
-def seen_noise(plan: Plan) -> Plan:
+def with_noise_check(plan: Plan) -> Plan:
     """The plan, by its repr, whose noise is compared with its claim; noise without `weights` has none."""
     weights = getattr(plan.noise, "weights", None)
-    return plan if weights is None else replace(plan, noise=WatchedNoise(plan.noise, NoiseSeen(weights)))
+    return plan if weights is None else replace(plan, noise=WatchedNoise(plan.noise, NoiseCheck(weights)))
