@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from scipy.special import chdtrc, erfc
+from scipy.special import erfc
+from scipy.stats import chisquare
 from torch import Tensor
 
 from dpfunc.evidence.watch import Add, WatchedNoise
@@ -57,8 +58,7 @@ class _ParameterNoise:
         count = float(self.cells.sum())
         if normal(self.squares - count, 2 * count) < level:
             return f"its deviation is {math.sqrt(self.squares / count):.3g} of what is claimed"
-        off = float((self.cells - count / _CELLS).square().sum()) / (count / _CELLS)
-        if chdtrc(_CELLS - 1, off) < level:
+        if chisquare(self.cells.numpy()).pvalue < level:
             return "it has the deviation that is claimed, and another law: parts of it have more than others"
         dependent = normal(self.products, self.pairs) < level
         return "that of one step is not independent of that of the step before" if dependent else ""
