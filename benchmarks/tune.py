@@ -28,7 +28,7 @@ from dpfunc.train._config_file import FACTORS, parse_grid, trials
 from dpfunc.train._dataset import read_records
 from dpfunc.train._model import load_processing
 from dpfunc.train._private_search import run_search
-from dpfunc.train._search import Candidate, load, noise_of, prepare_search
+from dpfunc.train._search import Candidate, load, noise_of, prepare_private, prepare_public
 from dpfunc.train._search_runs import run_public, score, train_candidate
 
 RESULT = FOLDER / "tune.json"
@@ -87,15 +87,15 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
         records = read_records(tested_trials[0][0], processing)
         alone = load(tested_trials, processing, records, len(records.train), shows=True)
         split = trials(values_of(folder, labels, HELD_OUT), {}, grid)
-        search = prepare_search(split, runs=RunCount(MEAN_RUNS, SHAPE), score_noise=SCORE_NOISE, shows=True)
-        first, runs, cost = search.candidates[0], search.runs or RunCount(MEAN_RUNS, SHAPE), search.cost
+        search = prepare_private(split, RunCount(MEAN_RUNS, SHAPE), SCORE_NOISE, shows=True)
+        first = search.candidates[0]
         keep({
             "n": len(records.train), "test": len(records.evaluation), "epsilon": EPSILON, "delta": DELTA,
-            "mean_runs": MEAN_RUNS, "most_runs_99": runs.quantile(0.99), "score_noise": SCORE_NOISE,
+            "mean_runs": MEAN_RUNS, "most_runs_99": search.runs.quantile(0.99), "score_noise": SCORE_NOISE,
             "held_out": HELD_OUT, "factors": list(FACTORS), "noise_alone": first.alone,
             "noise_in_search": noise_of(first.plan),
             "epsilon_of_one_run_in_search": first.plan.guarantee().epsilon,
-            "epsilon_of_search": None if cost is None else cost.epsilon,
+            "epsilon_of_search": search.cost.epsilon,
         })  # fmt: skip
         fixed = {}
         for candidate, factor in zip(alone, FACTORS, strict=True):
@@ -110,7 +110,7 @@ def measure(seeds: int, console: Console, keep: Callable[[dict[str, Any]], None]
             accuracy.append(tested(alone[0], load_mean_pooled(str(folder / f"search-{number}" / "model"))))
             console.print("private", chosen[-1], accuracy[-1])
         keep({"private_search": {"chosen": chosen, **summary(accuracy)}})
-        public = prepare_search(trials(whole, {}, grid), public=folder / "public.jsonl", shows=True)
+        public = prepare_public(trials(whole, {}, grid), folder / "public.jsonl", shows=True)
         chosen, accuracy = [], []
         for _ in range(seeds):
             scores = list(run_public(public))

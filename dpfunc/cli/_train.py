@@ -30,7 +30,7 @@ from dpfunc.errors import DPFuncError, NotWritten
 
 if TYPE_CHECKING:
     from dpfunc.distributed.ranks import Ranks
-    from dpfunc.train._search import Search
+    from dpfunc.train._search import PrivateSearch, Search
     from dpfunc.train.config import Job
 
 # What torch says when another process is gone or does not answer.
@@ -277,19 +277,18 @@ def tune(
     dry_run = dry_run or job.privacy.dp_dry_run
     with _keys_of_the_file(), importing(), reporting(as_json) as report:
         from dpfunc.train._private_search import check_search_folder
-        from dpfunc.train._search import prepare_search
+        from dpfunc.train._search import prepare_private, prepare_public
 
         if public is not None:
             target = config.with_suffix(".tuned.yaml") if out is None else out
             check_new(target)
-            search = prepare_search(trials, public=public, shows=True)
+            search = prepare_public(trials, public, shows=True)
             _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
         else:
             check_search_folder(job, resume)
-            search = prepare_search(
-                trials, runs=RunCount(mean_runs or 0.0, SHAPES[runs]), score_noise=score_noise or 0.0, shows=True
-            )
-            _search_private(search, dry_run, resume, insecure_seed, report)
+            law = RunCount(mean_runs or 0.0, SHAPES[runs])
+            private_search = prepare_private(trials, law, score_noise or 0.0, shows=True)
+            _search_private(private_search, dry_run, resume, insecure_seed, report)
 
 
 def _check_options(
@@ -351,7 +350,9 @@ def _search_public(
     report.values["search"] = {"candidates": rows, "best": best, "out": str(out)}
 
 
-def _search_private(search: Search, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report) -> None:
+def _search_private(
+    search: PrivateSearch, dry_run: bool, resume: bool, insecure_seed: int | None, report: Report
+) -> None:
     """Do a private search, or show its plan."""
     from dpfunc.train._private_search import interrupted_search, outcome_lines, run_search, search_lines
 

@@ -23,7 +23,7 @@ from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling import data_name
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._search import MEANING, Search
+from dpfunc.train._search import MEANING, PrivateSearch
 from dpfunc.train._search_runs import evaluate, noisy
 from dpfunc.train.config import Job, job_to_dict
 from dpfunc.train.run import check_job
@@ -47,9 +47,9 @@ class _State:
     settings: dict[str, str] | None = None  # `record.SETTINGS` of the runs so far, which they have in common
 
 
-def search_lines(search: Search) -> list[str]:
+def search_lines(search: PrivateSearch) -> list[str]:
     """The plan of a private search in lines, from public numbers."""
-    runs, cost = search.counted
+    runs, cost = search.runs, search.cost
     most, steps = runs.quantile(0.99), sum(each.plan.num_steps for each in search.candidates) / len(search.candidates)
     counted = f", with {search.spent.num_steps} steps of earlier runs" if search.spent.num_steps else ""
     return [
@@ -99,7 +99,7 @@ def check_search_folder(job: Job, resume: bool) -> None:
         )
 
 
-def run_search(search: Search, *, resume: bool = False, insecure_seed: int | None = None) -> Outcome:
+def run_search(search: PrivateSearch, *, resume: bool = False, insecure_seed: int | None = None) -> Outcome:
     """Do the runs of a private search, and release the best one.
 
     How many runs there are, and what the others were, is not told, and their files are deleted. A run that fails has
@@ -110,8 +110,7 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
         tests/train/test_search.py::test_the_best_run_alone_is_released,
         ::test_a_killed_search_goes_on_with_the_same_result.
     """
-    job, (runs, cost) = search.job, search.counted
-    folder = Path(job.output_dir)
+    job, folder = search.job, Path(search.job.output_dir)
     secret = folder / _SECRET_FOLDER
     check_search_folder(job, resume)
     with only_process(folder):
@@ -128,13 +127,13 @@ def run_search(search: Search, *, resume: bool = False, insecure_seed: int | Non
         _write(secret, state, about)
         if (budget := folders.budget_of(job)) is not None:
             try:
-                budget.reserve(cost, state.key, unit=folders.unit_of(job), before=search.spent)
+                budget.reserve(search.cost, state.key, unit=folders.unit_of(job), before=search.spent)
             except (BudgetExhausted, LedgerConflict):  # nothing was reserved: the folder is as it was
                 if not resume:
                     remove(secret)
                 raise
         uniform = float(stream(fold_in(state.key, "number of runs")).random())
-        while state.done < runs.quantile(uniform):
+        while state.done < search.runs.quantile(uniform):
             state = _after_a_run(search, secret, state)
             _write(secret, state, about)
         return _finished(secret, state, _release(search, state, folder, insecure_seed))
@@ -154,7 +153,7 @@ def interrupted_search(job: Job, how: str = "Interrupted") -> str:
     )
 
 
-def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
+def _after_a_run(search: PrivateSearch, secret: Path, state: _State) -> _State:
     """The state after one run more, in a folder that the best run so far does not use."""
     slot = "b" if state.slot == "a" else "a"
     remove(secret / slot)  # of an interrupted or a worse run
@@ -177,9 +176,9 @@ def _after_a_run(search: Search, secret: Path, state: _State) -> _State:
     return replace(state, slot=slot, candidate=number, score=noisy_score)
 
 
-def _release(search: Search, state: _State, folder: Path, insecure_seed: int | None) -> SelectionRecord:
+def _release(search: PrivateSearch, state: _State, folder: Path, insecure_seed: int | None) -> SelectionRecord:
     """Write the best run, and the record of the search, into the folder; again the same after an interruption."""
-    (runs, cost), stated = search.counted, search.job.privacy.dp_dataset_size is not None
+    cost, stated = search.cost, search.job.privacy.dp_dataset_size is not None
     exact = [] if stated or search.spent.adjacency != "add_remove" else [record.EXACT_SIZE]
     others = [record.OTHER_STEPS] if search.spent.events else []
     best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
@@ -187,7 +186,7 @@ def _release(search: Search, state: _State, folder: Path, insecure_seed: int | N
     released = SelectionRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         unit="one record of the table",  # the held-out ones too: not those of training alone
-        epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=runs,
+        epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=search.runs,
         candidates=tuple(candidate.values for candidate in search.candidates),
         ledgers=tuple(candidate.plan.ledger() for candidate in search.candidates),
         score=MEANING[search.job.task], score_noise=search.score_noise, chosen=state.candidate,
@@ -232,12 +231,11 @@ def _finished(secret: Path, state: _State, released: SelectionRecord) -> Outcome
     return released, None if state.candidate is not None else state.failure or "no run was drawn"
 
 
-def _about(search: Search) -> dict[str, Any]:
+def _about(search: PrivateSearch) -> dict[str, Any]:
     """Facts that must be equal in an interrupted search and the one that continues it, as JSON values."""
-    runs, _ = search.counted
     return {
         "candidates": [job_to_dict(candidate.prepared.job) for candidate in search.candidates],
-        "mean_runs": runs.mean, "shape": str(runs.shape), "score_noise": search.score_noise,
+        "mean_runs": search.runs.mean, "shape": str(search.runs.shape), "score_noise": search.score_noise,
         "train": data_name(search.records.train), "held_out": data_name(search.records.evaluation or ("",)),
         "versions": versions(),
     }  # fmt: skip

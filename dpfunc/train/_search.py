@@ -3,7 +3,7 @@
 May import: its folder, features and below. Privacy depends on it: yes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 
 from dpfunc._utils.validation import expect, fail, positive, refuse
 from dpfunc.accounting import Event, Guarantee, Ledger, RunCount, calibrate_search, record
-from dpfunc.errors import InvalidArgument
 from dpfunc.plan import Plan
 from dpfunc.rng import stream
 from dpfunc.train import _run_folder as folders
@@ -47,67 +46,80 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """A search, ready to begin. The last three are of one on private records alone; another one costs nothing."""
+    """The candidates of a grid, ready to be compared: on public records, which costs nothing."""
 
     job: Job
     candidates: tuple[Candidate, ...]
     records: Records  # public; or private, the held-out ones included
     size: int  # public number of private records
+
+
+@dataclass(frozen=True)
+class PrivateSearch(Search):
+    """A search on private records alone; the budget of its job pays for all of its runs."""
+
     spent: Ledger  # by earlier runs on the private records
-    runs: RunCount | None = None
-    score_noise: float = 0.0
-    cost: Guarantee | None = None  # of all runs, the earlier ones included
-
-    @property
-    def counted(self) -> tuple[RunCount, Guarantee]:
-        """The distribution of the number of private runs, and what they cost together."""
-        if self.runs is None or self.cost is None:
-            raise InvalidArgument("Expected a search on private records, got one on public records: use run_public.")
-        return self.runs, self.cost
+    runs: RunCount
+    score_noise: float
+    cost: Guarantee  # of all runs, the earlier ones included
 
 
-def prepare_search(
-    trials: Sequence[tuple[Job, float]], *, public: Path | None = None, runs: RunCount | None = None,
-    score_noise: float = 0.0, shows: bool = False,
-) -> Search:  # fmt: skip
-    """Load everything, and find the noise of each candidate; write nothing.
+def prepare_public(trials: Sequence[tuple[Job, float]], public: Path, *, shows: bool = False) -> Search:
+    """Load everything for a search on public records; write nothing.
 
-    On public records each has noise, batch size and steps of the private run (tests/train/test_search.py,
-    test_public_runs_have_the_noise_of_the_private_run); a private search costs the budget of the job
-    (test_the_whole_search_costs_the_budget).
+    Each run has noise, batch size and steps of the private run
+    (tests/train/test_search.py::test_public_runs_have_the_noise_of_the_private_run).
     """
     job = trials[0][0]
-    _check(job, public)
+    _check(job, private=False)
     processing = load_processing(job)
-    if public is None:
-        positive("score_noise", score_noise)
-        records = read_records(job, processing)
-        size = job.privacy.public_size(len(records.train))
-    else:
-        records, size = _public_records(job, public, processing)
-    expect(
-        records.evaluation, "records to compare on", "data.eval_fraction", job.data.eval_fraction or _HELD_OUT,
-        "The table is too small.",
-    )  # fmt: skip
-    earlier = folders.spent_before(job)
-    candidates = load(trials, processing, records, size, spent=earlier, runs=runs, score_noise=score_noise, shows=shows)
-    spent = earlier or Ledger(adjacency=job.privacy.adjacency)
-    if runs is None:
-        return Search(job, tuple(_on_public(candidate) for candidate in candidates), records, size, spent)
-    cost = record.search_cost(
-        runs, [each.plan.ledger() for each in candidates], score_noise, candidates[0].plan.delta, spent
-    )
+    records, size = _public_records(job, public, processing)
+    candidates = load(trials, processing, records, size, shows=shows, spent=folders.spent_before(job))
+    return Search(job, tuple(map(_on_public, candidates)), records, size)
+
+
+def prepare_private(
+    trials: Sequence[tuple[Job, float]], runs: RunCount, score_noise: float, *, shows: bool = False
+) -> PrivateSearch:
+    """Load everything for a private search, which costs the budget of the job; write nothing.
+
+    The noise of each candidate is the least with which the best of all runs, each with a score, stays within it
+    (tests/train/test_search.py::test_the_whole_search_costs_the_budget).
+    """
+    job = trials[0][0]
+    _check(job, private=True)
+    positive("score_noise", score_noise)
+    processing = load_processing(job)
+    records = read_records(job, processing)
+    size = job.privacy.public_size(len(records.train))
+    spent = folders.spent_before(job) or Ledger(adjacency=job.privacy.adjacency)
+
+    def within_budget(alone: list[Plan]) -> list[Plan]:
+        score = Ledger((Event(1.0, score_noise, 1),), spent.adjacency)
+        scale = calibrate_search(
+            runs, lambda scale: [*(plan.ledger() for plan in _scaled(alone, scale)), score],
+            epsilon=job.privacy.dp_epsilon or 0.0, delta=alone[0].delta, spent=spent,
+        )  # fmt: skip
+        return _scaled(alone, scale)
+
+    candidates = load(trials, processing, records, size, shows=shows, within_budget=within_budget)
+    ledgers = [each.plan.ledger() for each in candidates]
+    cost = record.search_cost(runs, ledgers, score_noise, candidates[0].plan.delta, spent)
     if (budget := folders.budget_of(job)) is not None:
         budget.check(cost, unit=folders.unit_of(job))
     # what would end each of its runs would cost the whole budget and release nothing; a rate alone ends none
     for each in {str({**one.values, "learning_rate": None}): one for one in candidates}.values():
         rehearse(each.prepared)
-    return Search(job, candidates, records, size, spent, runs, score_noise, cost)
+    return PrivateSearch(job, candidates, records, size, spent, runs, score_noise, cost)
 
 
-def _check(job: Job, public: Path | None) -> None:
+def _scaled(plans: Sequence[Plan], scale: float) -> list[Plan]:
+    return [replace(plan, noise_multiplier=scale * noise_of(plan), epsilon=None) for plan in plans]
+
+
+def _check(job: Job, *, private: bool) -> None:
     """Check that records have a score, to which each unit adds at most 1, and that a private search is private."""
-    privacy, data, private = job.privacy, job.data, public is None
+    privacy, data = job.privacy, job.data
     check_packed(job)
     refuse(
         (job.task not in MEANING, fail(f"a task whose runs can be compared ({', '.join(MEANING)})", "task", job.task)),
@@ -146,27 +158,28 @@ def _public_records(job: Job, public: Path, processing: Any) -> tuple[Records, i
 
 
 def load(
-    trials: Sequence[tuple[Job, float]], processing: Any, records: Records, size: int, *, spent: Ledger | None = None,
-    runs: RunCount | None = None, score_noise: float = 0.0, shows: bool = False,
+    trials: Sequence[tuple[Job, float]], processing: Any, records: Records, size: int, *, shows: bool = False,
+    spent: Ledger | None = None, within_budget: Callable[[list[Plan]], list[Plan]] = list,
 ) -> tuple[Candidate, ...]:  # fmt: skip
-    """Load the models of a grid, find the noise, and fill in what the recipe gives for the epsilon of one run.
+    """Load the models of a grid, and fill in what the recipe gives for the epsilon of one run.
 
-    The noise is that with which all runs together cost the budget, or, without `runs`, each alone.
+    The noise is that of `within_budget`, from the plans with which each candidate alone spends what `spent` leaves.
     """
+    expect(
+        records.evaluation, "records to compare on", "data.eval_fraction", trials[0][0].data.eval_fraction or _HELD_OUT,
+        "The table is too small.",
+    )  # fmt: skip
     models: dict[int, tuple[nn.Module, Records]] = {}
-    alone: list[Plan] = []  # plans with which one run would spend the whole budget
+    alone: list[Plan] = []
     jobs = [with_shape(job) for job, _ in trials]
     for job in jobs:
         if job.lora.rank not in models:
             model = choose_parameters(load_base(job, processing), job, processing)
             models[job.lora.rank] = model, compute_frozen(job, model, records, shows=shows)[0]
         own, _ = with_recipe(job, models[job.lora.rank][0], size)
-        alone.append(
-            own.privacy.plan(size, own.batch_size, own.training.num_steps(size), spent if runs is None else None)
-        )
-    plans = alone if runs is None else _within_budget(jobs[0], alone, runs, score_noise, spent)
+        alone.append(own.privacy.plan(size, own.batch_size, own.training.num_steps(size), spent))
     candidates = []
-    for (_, factor), job, one, plan in zip(trials, jobs, alone, plans, strict=True):
+    for (_, factor), job, one, plan in zip(trials, jobs, alone, within_budget(alone), strict=True):
         model, kept = models[job.lora.rank]
         filled = _filled(job, factor, model, size, plan)
         values = {key: getattr(getattr(filled, section), name) for key, (section, name) in GRID_KEYS.items()}
@@ -176,20 +189,6 @@ def load(
             Candidate(values, Prepared(filled, model, processing, kept, plan, plan.num_steps), plan, noise_of(one))
         )
     return tuple(candidates)
-
-
-def _within_budget(job: Job, alone: list[Plan], runs: RunCount, score_noise: float, spent: Ledger | None) -> list[Plan]:
-    """Plans with more noise: the best of a random number of runs, each with a score, costs the budget of the job."""
-    before = spent or Ledger(adjacency=job.privacy.adjacency)
-    score = Ledger((Event(1.0, score_noise, 1),), before.adjacency)
-
-    def scaled(scale: float) -> list[Plan]:
-        return [replace(plan, noise_multiplier=scale * noise_of(plan), epsilon=None) for plan in alone]
-
-    return scaled(calibrate_search(
-        runs, lambda scale: [*(plan.ledger() for plan in scaled(scale)), score],
-        epsilon=job.privacy.dp_epsilon or 0.0, delta=alone[0].delta, spent=before,
-    ))  # fmt: skip
 
 
 def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) -> Job:
