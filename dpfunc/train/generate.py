@@ -29,7 +29,7 @@ from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_processing, one_line
 from dpfunc.train._run_folder import MODEL, saved_job
 from dpfunc.train._saved import load_trained
-from dpfunc.train.tables import read_table, same_file
+from dpfunc.train.tables import numbered_rows, read_table, same_file
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ def read_prompts(prompt: str | None, file: Path | str | None) -> tuple[Mapping[s
     table = read_table(path, [column], deduplicate=False)
     if path.suffix != ".jsonl":
         return tuple({"prompt": row[column]} for row in table.values())
-    lines = path.read_text("utf-8-sig").split("\n")
-    fields = [{name: str(value) for name, value in json.loads(lines[number - 1]).items()} for number in table]
+    fields = [{name: str(value) for name, value in row.items()} for _, row in numbered_rows(path, [column])]
     if reserved := {"text", "epsilon", "delta"} & set().union(*fields):
         raise InvalidArgument(f"Expected no field {min(reserved)} with a prompt in {path.name}: it is written here.")
     return tuple(fields)

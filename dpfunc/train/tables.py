@@ -87,7 +87,7 @@ def read_table(
     file = Path(path)
     table = {
         number: _row(row, columns, unit, lists, values, optional, f"in row {number} of {file.name}")
-        for number, row in _rows(file, columns)
+        for number, row in numbered_rows(file, columns)
     }
     refuse((not table, f"Expected records in {str(file)!r}, got none."))
     people = {row[unit] for row in table.values()} if unit is not None else set()
@@ -106,7 +106,7 @@ def _table(table: Table, columns: Sequence[str], deduplicate: bool) -> Table:
     return {number: table[number] for number in kept}
 
 
-def _rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
+def numbered_rows(path: Path, columns: Sequence[str]) -> list[tuple[int, Any]]:
     """The rows of a file with their numbers, not yet checked."""
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.suffix == ".parquet" or path.is_dir():

@@ -205,6 +205,8 @@ def test_prompts_from_files(tmp_path):
     assert read_prompts(None, tmp_path / "p.csv") == ({"prompt": "one"},)
     (tmp_path / "p.jsonl").write_text('\n{"prompt": "one", "label": 3}\n')
     assert read_prompts(None, tmp_path / "p.jsonl") == ({"prompt": "one", "label": "3"},)
+    (tmp_path / "old.jsonl").write_bytes(b'{"prompt": "one"}\r\r{"prompt": "two", "label": 3}\r')  # of another system
+    assert read_prompts(None, tmp_path / "old.jsonl") == ({"prompt": "one"}, {"prompt": "two", "label": "3"})
     assert read_prompts(None, None) == ({"prompt": ""},)
     (tmp_path / "p.jsonl").write_text('{"prompt": "one", "epsilon": 0}\n')
     with pytest.raises(InvalidArgument, match="no field epsilon with a prompt"):
