@@ -170,7 +170,7 @@ def line(name: str, value: object, blank: bool = False) -> str:
     return value
 
 
-def digest(name: str, value: object, length: int = 64) -> str:
+def hex_digits(name: str, value: object, length: int = 64) -> str:
     """A digest, fingerprint or key in hexadecimal digits."""
     if not isinstance(value, str) or len(value) != length or set(value) - set("0123456789abcdef"):
         raise fail(f"{length} hexadecimal digits", name, value)

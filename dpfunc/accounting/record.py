@@ -306,7 +306,7 @@ def search_cost(
     return selection_epsilon(runs, [*ledgers, score], delta, spent=spent)
 
 
-def law_of(runs: RunCount) -> str:
+def law_in_words(runs: RunCount) -> str:
     """The distribution of the number of runs in words."""
     if runs.shape == math.inf:
         return "Poisson: there may be no run, and then nothing is released"

@@ -176,7 +176,8 @@ def _show_record(record: Record | SelectionRecord, parts: Sequence[tuple[str, Le
         )
         own = {
             "computed by": "rdp, for the best of a random number of runs",
-            "runs": f"{record.runs.mean:g} on average, {known.law_of(record.runs)}; how many there were is secret",
+            "runs": f"{record.runs.mean:g} on average, {known.law_in_words(record.runs)}; how many there were is "
+            "secret",
             "released": best,
             "score": f"{record.score}; noise of standard deviation {record.score_noise:g}",
             "noise source": record.noise_key,

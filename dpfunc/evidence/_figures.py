@@ -36,14 +36,14 @@ def figures_of(ledger: Ledger, delta: float) -> dict[str, Any]:
         math.isfinite(tight), "steps with noise", "epsilon", tight, "Nothing is protected, so nothing can be certified."
     )
     other = by_renyi(ledger, delta) if second == "opacus" else ledger.epsilon(delta, "rdp").epsilon
-    return shown(points, (method, tight), (second, other))
+    return result_values(points, (method, tight), (second, other))
 
 
-def shown(points: Sequence[Point], *found: tuple[str, float]) -> dict[str, Any]:
+def result_values(points: Sequence[Point], *epsilons: tuple[str, float]) -> dict[str, Any]:
     """A trade-off curve, what an attacker can reach, and the epsilons that accountants have found."""
     return {
-        "epsilon": min(value for _, value in found),
-        "accountants": [{"name": name, "epsilon": value, "error": _ERRORS[name]} for name, value in found],
+        "epsilon": min(value for _, value in epsilons),
+        "accountants": [{"name": name, "epsilon": value, "error": _ERRORS[name]} for name, value in epsilons],
         "curve": [list(point) for point in points],
         "attacker": [{"false_positives": rate, "true_positives": true_positives(points, rate)} for rate in RATES],
     }

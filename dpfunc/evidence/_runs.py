@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dpfunc._utils.files import sha256, weights_in
-from dpfunc._utils.validation import digest, expect, fail, integer, positive
+from dpfunc._utils.validation import expect, fail, hex_digits, integer, positive
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.ledger import to_values
 from dpfunc.accounting.record import NOT_COVERED, RECORD_FILE, SETTINGS, Record, check_field, recorded
@@ -141,8 +141,8 @@ def _derived(given: Values, values: Values) -> dict[str, Any]:
         )  # fmt: skip
     digests = {
         **values["digests"],
-        "data_order": [digest("run", run, 16) for run in dict.fromkeys(row["run"] for row in steps)],
-        "journal": digest("journal", given["digests"]["journal"], 32),
+        "data_order": [hex_digits("run", run, 16) for run in dict.fromkeys(row["run"] for row in steps)],
+        "journal": hex_digits("journal", given["digests"]["journal"], 32),
     }
     results = {each["file"]: entry(each, digests) for each in given["evidence"]}  # each once
     return {

@@ -21,11 +21,11 @@ from dpfunc.accounting.record import (
     SEARCH_NOT_COVERED,
     SETTINGS,
     SelectionRecord,
-    law_of,
+    law_in_words,
     search_cost,
 )
 from dpfunc.evidence._basis import Basis, Values, events_in
-from dpfunc.evidence._figures import RECORDED, shown
+from dpfunc.evidence._figures import RECORDED, result_values
 from dpfunc.types import Event
 
 
@@ -33,7 +33,7 @@ def _written(runs: RunCount, ledgers: Sequence[Ledger], score: str, score_noise:
     """A search as JSON values; its law in words follows from its numbers."""
     shape = None if runs.shape == math.inf else float(runs.shape)
     return {
-        "runs": {"mean": float(runs.mean), "shape": shape, "law": law_of(runs)},
+        "runs": {"mean": float(runs.mean), "shape": shape, "law": law_in_words(runs)},
         "candidates": [[to_values(event) for event in ledger.events] for ledger in ledgers],
         "score": score,
         "score_noise": float(score_noise),
@@ -89,7 +89,7 @@ def _derived(given: Values, values: Values) -> dict[str, Any]:
     expect(given["budget"] is None, "no place of a search in a budget", "budget", given["budget"])
     return {
         "search": _written(runs, ledgers, one_of("score", search["score"], SCORES), noise),
-        "result": shown(points, ("rdp of a search", epsilon)),
+        "result": result_values(points, ("rdp of a search", epsilon)),
         "evidence": [],
         "budget": None,
     }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpfunc._utils.validation import digest, fail
+from dpfunc._utils.validation import fail, hex_digits
 from dpfunc.errors import InvalidArgument
 
 ALGORITHM = "Ed25519"
@@ -37,7 +37,7 @@ def signed(values: Mapping[str, Any], private_key: Path) -> dict[str, str]:
 
 def signature_of(given: Mapping[str, Any]) -> dict[str, str]:
     """The fields of a signature, in their form."""
-    return {"algorithm": ALGORITHM, **{name: digest(name, given[name], length) for name, length in _SIGNED.items()}}
+    return {"algorithm": ALGORITHM, **{name: hex_digits(name, given[name], length) for name, length in _SIGNED.items()}}
 
 
 def signed_by(signature: Any, content: bytes, public_key: Path | str | None) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpfunc._utils.files import replace_file
-from dpfunc._utils.validation import boolean, digest, expect, unique_json, unsigned
+from dpfunc._utils.validation import boolean, expect, hex_digits, unique_json, unsigned
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.ledger import parsed, to_values
@@ -216,9 +216,9 @@ def _whole(given: Values) -> dict[str, Any]:
         },
         "earlier": [*map(to_values, Ledger(events_in(given["earlier"]), claim["adjacency"]).events)],
         "digests": {
-            "model": [digest("model", each) for each in given["digests"]["model"]],
-            "record": digest("record", given["digests"]["record"]),
-            "code": [digest("code", each) for each in given["digests"]["code"]],
+            "model": [hex_digits("model", each) for each in given["digests"]["model"]],
+            "record": hex_digits("record", given["digests"]["record"]),
+            "code": [hex_digits("code", each) for each in given["digests"]["code"]],
         },
         "versions": {name: given["versions"][name] for name in ("dpfunc", "torch", "python")},
     }

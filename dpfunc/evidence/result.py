@@ -16,8 +16,8 @@ from typing import Any
 from dpfunc._utils.files import sha256
 from dpfunc._utils.validation import (
     boolean,
-    digest,
     fail,
+    hex_digits,
     integer,
     non_negative,
     one_of,
@@ -32,8 +32,8 @@ _SCHEMAS = {REPLAY: "replay", AUDIT: "audit"}
 _Check = Callable[[str, Any], Any]
 # What a certificate says of a result: nothing of a single record, and nothing that is measured on records.
 _COMMON: dict[str, _Check] = {
-    "holds": boolean, "of": partial(one_of, allowed=("job", "script")), "source": digest, "steps": integer,
-    "file": digest,
+    "holds": boolean, "of": partial(one_of, allowed=("job", "script")), "source": hex_digits, "steps": integer,
+    "file": hex_digits,
 }  # fmt: skip
 _PUBLIC: dict[str, dict[str, _Check]] = {
     "replay": dict.fromkeys(("run", "reproduced", "weights"), lambda name, value: value),  # see `entry`
