@@ -4,7 +4,6 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import copy
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,6 @@ from pickle import PickleError
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -129,55 +127,34 @@ def digest(value: object) -> str:
     return state.hexdigest()
 
 
-def _update(state: hashlib.blake2b, value: object) -> None:
+def _update(state: hashlib.blake2b, value: Any) -> None:
     state.update(type(value).__name__.encode() + b";")
-    _contents(value, state)
-
-
-@functools.singledispatch
-def _contents(value: object, state: hashlib.blake2b) -> None:
-    if is_dataclass(value) and not isinstance(value, type):
-        _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
-    elif callable(getattr(value, "tobytes", None)):  # images, numpy scalars
-        state.update(value.tobytes())  # type: ignore[attr-defined]  # of an array
-
-
-@_contents.register(Mapping)
-def _(value: Mapping[Any, Any], state: hashlib.blake2b) -> None:
-    for name in sorted(value, key=str):
-        state.update(f"{name}:".encode())
-        _update(state, value[name])
-
-
-@_contents.register(list | tuple)
-def _(value: Sequence[Any], state: hashlib.blake2b) -> None:
-    state.update(f"{len(value)}:".encode())
-    if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
-        state.update(repr(value).encode())
-        return
-    for item in value:
-        _update(state, item)
-
-
-@_contents.register
-def _(value: Tensor, state: hashlib.blake2b) -> None:
-    _update(state, filled(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-
-
-@_contents.register(np.ndarray)
-def _(value: npt.NDArray[Any], state: hashlib.blake2b) -> None:
-    if value.dtype.hasobject:  # its bytes are addresses
-        _update(state, value.tolist())
-    else:
-        state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
-
-
-@_contents.register
-def _(value: bool | int | float | str | bytes | PurePath | None, state: hashlib.blake2b) -> None:
-    # a file that the record names: by its contents and its own name, wherever its folder is
-    names_file = isinstance(value, (str, PurePath)) and str(value).lower().endswith(_FILES) and os.path.isfile(value)
-    state.update(repr(PurePath(str(value)).name if names_file else value).encode())
-    if names_file:
-        with open(str(value), "rb") as file:
-            state.update(hashlib.file_digest(file, "sha256").digest())
+    match value:
+        # a file that the record names: by its contents and its own name, wherever its folder is
+        case str() | PurePath() if str(value).lower().endswith(_FILES) and os.path.isfile(value):
+            state.update(repr(PurePath(str(value)).name).encode())
+            with open(str(value), "rb") as file:
+                state.update(hashlib.file_digest(file, "sha256").digest())
+        case None | bool() | int() | float() | str() | bytes() | PurePath():
+            state.update(repr(value).encode())
+        case list() | tuple() if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
+            state.update(f"{len(value)}:{value!r}".encode())
+        case list() | tuple():
+            state.update(f"{len(value)}:".encode())
+            for item in value:
+                _update(state, item)
+        case Tensor():
+            _update(state, filled(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        case np.ndarray() if value.dtype.hasobject:  # its bytes are addresses
+            _update(state, value.tolist())
+        case np.ndarray():
+            state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+        case Mapping():
+            for name in sorted(value, key=str):
+                state.update(f"{name}:".encode())
+                _update(state, value[name])
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
+        case _ if callable(getattr(value, "tobytes", None)):  # images, numpy scalars
+            state.update(value.tobytes())
