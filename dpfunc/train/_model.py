@@ -32,6 +32,11 @@ _KINDS = {
     "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
     "vqa": ("AutoModelForImageTextToText", None),
 }
+# Task -> what Transformers takes its loss from.
+_PROBLEMS: dict[str, dict[str, Any]] = {
+    "text_classification": {"problem_type": "single_label_classification"},
+    "text_regression": {"num_labels": 1, "problem_type": "regression"},
+}
 # The factor of an adapter that PEFT draws at random; the other one begins at zero. Of embeddings it is the second.
 _DRAWN = (".lora_A.", ".lora_embedding_B.")
 
@@ -171,11 +176,7 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
 
 def _changes(job: Job, processing: Any) -> dict[str, Any]:
     """Changes that the job makes to the configuration of the model."""
-    changes = names_of_classes(job) if job.task in CLASSIFIES else {}
-    if job.task == "text_classification":
-        changes["problem_type"] = "single_label_classification"
-    if job.task == "text_regression":
-        changes = {"num_labels": 1, "problem_type": "regression"}
+    changes = (names_of_classes(job) if job.task in CLASSIFIES else {}) | _PROBLEMS.get(job.task, {})
     if job.task in NEW_HEAD:
         changes["pad_token_id"] = processing.pad_token_id
     if job.model.pooling == "mean":  # noise is regularisation enough, and what is frozen is computed without dropout
