@@ -249,7 +249,7 @@ def _parts(value: Any) -> Mapping[str, object] | None:
     for kinds, parts in _KINDS:
         if isinstance(value, kinds):
             return parts(value)
-    state = object.__getstate__(value)  # its attributes; where it has slots, the pair of both
+    state: Any = object.__getstate__(value)  # its attributes; where it has slots, the pair of both
     own = {**(state[0] or {}), **state[1]} if isinstance(state, tuple) else state or {}
     return {f".{name}": part for name, part in own.items()} if own else None
 
