@@ -5,8 +5,6 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 import math
 
-import scipy
-
 from dpfunc.accounting._search import falling_root
 from dpfunc.types import Event
 
@@ -51,15 +49,18 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 def gaussian_true_positives(false_positives: float, mu: float) -> float:
     """The most true positives of a test with this share of false ones, rounded up."""
-    return min(1.0, float(scipy.special.ndtr(scipy.special.ndtri(false_positives) + mu)) * (1 + _ROUND_UP))
+    from scipy.special import ndtr, ndtri
+
+    return min(1.0, float(ndtr(ndtri(false_positives) + mu)) * (1 + _ROUND_UP))
 
 
 def _log_delta(epsilon: float, mu: float) -> float:
+    from scipy.special import log_ndtr
+
     if mu > _LARGE:
-        # without what is subtracted, which is not known
-        return float(scipy.special.log_ndtr(mu / 2 * (1 + 1e-15) - epsilon / mu))
-    first = float(scipy.special.log_ndtr(mu / 2 - epsilon / mu))
-    second = epsilon + float(scipy.special.log_ndtr(-mu / 2 - epsilon / mu))
+        return float(log_ndtr(mu / 2 * (1 + 1e-15) - epsilon / mu))  # without what is subtracted, which is not known
+    first = float(log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     ratio = -math.expm1(second - first)
     return first + math.log(ratio) if ratio > 0 else -math.inf
 

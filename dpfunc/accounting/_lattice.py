@@ -12,7 +12,6 @@ rounding of an FFT is small there; a bound on it counts as mass. The FFT is peri
 import math
 
 import numpy as np
-import scipy
 
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting import _tilted_aim as aims
@@ -40,6 +39,8 @@ def lattice_law(table: aims.LossTable, aim: aims.Aim, delta: float, error: float
         table, aim: see `_tilted_aim`. delta: about that at the epsilon of the aim. error: relative to epsilon.
         most: points.
     """
+    from scipy.fft import irfft, next_fast_len, rfft
+
     t, length = aim.tilt, _WIDER * aim.epsilon + aim.period
     steepest = max(t, aim.slope)
     number_of_steps = float(table.steps.sum()) + sum(steps for steps, _ in table.fixed) + 1
@@ -53,13 +54,13 @@ def lattice_law(table: aims.LossTable, aim: aims.Aim, delta: float, error: float
     parts += [(_apart(law, width), float(steps)) for steps, law in table.fixed]
     laws = [losses.tilt(atoms, steps, t) for atoms, steps in parts]
     starts = [float(atoms.loss[0]) for atoms, _ in parts]
-    size = int(scipy.fft.next_fast_len(math.ceil(length / width), real=True))
+    size = int(next_fast_len(math.ceil(length / width), real=True))
     slip = 16 * ULP * math.log2(size)  # of an FFT of masses that sum to 1
     spectrum = np.ones(size // 2 + 1, dtype=np.complex128)
     log_sizes = []
     for law, start in zip(laws, starts, strict=True):
         places = np.rint((law.loss + law.mean - start) / width).astype(np.int64) % size
-        transform = scipy.fft.rfft(np.bincount(places, law.weight, size))
+        transform = rfft(np.bincount(places, law.weight, size))
         spectrum *= transform**law.steps
         log_sizes.append(np.log(np.abs(transform) + slip + law.error))
     log_size = np.sum([law.steps * one for law, one in zip(laws, log_sizes, strict=True)], axis=0)
@@ -70,7 +71,7 @@ def lattice_law(table: aims.LossTable, aim: aims.Aim, delta: float, error: float
     offset = math.fsum(law.steps * start for law, start in zip(laws, starts, strict=True))
     first = math.floor(-offset / width) + 1
     loss: Array = np.asarray(offset + width * (first + np.arange(size)), dtype=np.float64)
-    folded = np.roll(scipy.fft.irfft(spectrum, size), -(first % size))
+    folded = np.roll(irfft(spectrum, size), -(first % size))
     rounding = 64 * ULP + sum(law.steps * law.error for law in laws)
     moment = math.fsum(law.steps * law.log_moment for law in laws)
     infinite = sum(law.steps * law.infinite for law in laws) + _beyond(laws, aim, float(loss[-1]))
@@ -84,11 +85,13 @@ def lattice_law(table: aims.LossTable, aim: aims.Aim, delta: float, error: float
 
 def _continuous(table: aims.LossTable, delta: float) -> list[tuple[float, float, Array, float]]:
     """The kinds of steps with Gaussian noise: q, sigma, the ends of the outputs, steps."""
+    from scipy.special import ndtri
+
     ends = [x[[0, -1]] for x in table.x]
     kinds = list(zip(table.q.tolist(), table.sigma.tolist(), ends, table.steps.tolist(), strict=True))
     if table.gaussian > 0:  # those without sampling are one
         s = (1 - 4 * ULP) / math.sqrt(table.gaussian)
-        reach = max(9.5, -float(scipy.special.ndtri(aims.TINY * delta / 2)))
+        reach = max(9.5, -float(ndtri(aims.TINY * delta / 2)))
         kinds.append((1.0, s, np.array([-reach * s, reach * s + MEANS[table.direction][0]]), 1.0))
     return kinds
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from dpfunc.accounting._gaussian import as_float
@@ -105,7 +104,9 @@ def point(q: float, s: float, loss: Array, direction: Direction) -> Array:
 
 def normal_masses(z: Array) -> Array:
     """`Phi(z[i+1]) - Phi(z[i])`, with small relative error in both tails."""
-    below, above = np.diff(scipy.special.ndtr(z)), -np.diff(scipy.special.ndtr(-z))
+    from scipy.special import ndtr
+
+    below, above = np.diff(ndtr(z)), -np.diff(ndtr(-z))
     return np.asarray(np.where(z[..., :-1] > 0, above, below))
 
 

@@ -7,7 +7,6 @@ import functools
 import math
 
 import numpy as np
-import scipy
 
 from dpfunc.accounting import _losses as losses
 from dpfunc.accounting._allocation import allocated
@@ -52,12 +51,14 @@ def gaussian(q: float, s: float, direction: Direction, cells: int = CELLS) -> At
 @functools.lru_cache(maxsize=256)
 def capped(q: float, s: float, n: int, cap: int, direction: Direction, cells: int = CELLS) -> Atoms:
     """The law of a batch of a Poisson sample that is cut to `cap` records; see `Capped`."""
+    from scipy.stats import binom
+
     if q == 1:
         return without_replacement(min(cap / n, 1.0), s, direction, cells)
-    full = float(scipy.stats.binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
+    full = float(binom.sf(cap - 1, n - 1, q))  # the others alone fill the batch
     if full < 1e-300:
         return gaussian(q, s, direction, cells)
-    kept = min(1.0, float(scipy.stats.binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
+    kept = min(1.0, float(binom.sf(cap, n, q)) * cap / n / full)  # the record is in such a batch
     displaced = gaussian(kept, s / 2 if direction == "replace" else s / 4, "replace", cells)
     poisson = gaussian(q, s, direction, cells)
     return Atoms(  # of both: which one it is is seen

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy
 
 from dpfunc.accounting._losses import (
     DIRECTIONS,
@@ -52,6 +51,8 @@ class Grid(NamedTuple):
 
 def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> Grid:
     """The grid of Gopi et al. 2021, Theorem 5.5 and Remark 5.6, with Chernoff bounds for the tails."""
+    from scipy.fft import next_fast_len
+
     if delta < _MIN_DELTA:
         raise PRVUnavailable(
             f"Expected delta >= {_MIN_DELTA:g} for method 'prv', got delta={delta:g}. Use method 'rdp'."
@@ -77,7 +78,7 @@ def choose_grid(events: Sequence[Event], adjacency: Adjacency, delta: float) -> 
             f"(privacy losses up to {limit:.3g}, {steps} steps). Use method 'rdp'."
         )
     mesh = eps_error / per_error
-    return Grid(int(scipy.fft.next_fast_len(math.ceil(limit / mesh) + 2, real=True)) - 1, mesh, eps_error, delta_error)
+    return Grid(int(next_fast_len(math.ceil(limit / mesh) + 2, real=True)) - 1, mesh, eps_error, delta_error)
 
 
 def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float) -> tuple[float, float]:
@@ -88,13 +89,15 @@ def prv_epsilon(events: Sequence[Event], adjacency: Adjacency, delta: float) -> 
 
 def _one_direction(events: Sequence[Event], direction: Direction, delta: float, grid: Grid) -> float:
     """The upper bound for neighbours in one order: from the law of the sum of all losses, whose ends are joined."""
+    from scipy.fft import irfft, rfft
+
     laws = [discretize(e.sampling_prob, min(e.noise_multiplier, SIGMA_MAX), direction, grid) for e in events]
     steps, spectrum, losses = [e.num_steps for e in events], 1.0, grid.losses()
     with np.errstate(all="ignore"):
         for (each, _), number in zip(laws, steps, strict=True):
-            spectrum = spectrum * scipy.fft.rfft(each) ** number
+            spectrum = spectrum * rfft(each) ** number
     # the index of loss 0 is `half`: n losses sum to 0 at n * half, modulo the size
-    mass = np.roll(scipy.fft.irfft(spectrum, len(losses)), -((sum(steps) - 1) * grid.half % len(losses)))
+    mass = np.roll(irfft(spectrum, len(losses)), -((sum(steps) - 1) * grid.half % len(losses)))
     shift = sum(number * moved for (_, moved), number in zip(laws, steps, strict=True))
     # Probabilities are not negative: what is below 0 is rounding, and there is as much above 0.
     rounding = 4 * float(-np.minimum(mass, 0.0).sum())

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-import scipy
 
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting._losses import DIRECTIONS, Array, log_ratio, log_ratios
@@ -85,6 +84,8 @@ def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -
     The integrand is analytic in a strip around the real line, so the trapezoidal rule converges geometrically:
     Trefethen and Weideman 2014, The Exponentially Convergent Trapezoidal Rule, Theorem 5.1.
     """
+    from scipy.special import logsumexp
+
     step = min(sigma / 10, sigma * sigma / 2)  # the nearest singularity is at least pi s^2 off the line
     curve = np.full(len(orders), np.nan)
     for i, a in enumerate(orders):
@@ -95,7 +96,7 @@ def quadrature_curve(q: float, sigma: float, orders: Array, replace_one: bool) -
         log_normal = -((x / sigma) ** 2) / 2 - np.log(sigma * np.sqrt(2 * np.pi) / step)
         ahead, behind = log_ratios(q, sigma, x, "replace" if replace_one else "remove")
         log_terms = log_normal + a * ahead - (a - 1) * behind
-        curve[i] = np.maximum(0.0, scipy.special.logsumexp(log_terms)) / (a - 1) * (1 + 1e-12)
+        curve[i] = np.maximum(0.0, logsumexp(log_terms)) / (a - 1) * (1 + 1e-12)
     return curve
 
 

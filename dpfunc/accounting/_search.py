@@ -1,4 +1,4 @@
-"""Roots and minima of functions of one number, without scipy.optimize, which is slow to import.
+"""Roots and minima of functions of one number, without scipy, which is slow to import.
 
 May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
 from dpfunc.accounting._losses import MEANS, Array, Direction, Fixed, Kind, gaussian_part, log_ratios, tilt
 from dpfunc.accounting._search import least
@@ -52,6 +51,8 @@ def loss_table(
     kinds: Sequence[Kind], direction: Direction, delta: float, rows: int = 0, fixed: Sequence[Fixed] = ()
 ) -> LossTable:
     """The table of some kinds; with `rows` a coarse one, in which about that many kinds stand for all."""
+    from scipy.special import ndtri
+
     sampled = sorted(kind for kind in kinds if kind[0] < 1)
     stride = max(1, -(-len(sampled) // rows)) if rows else 1
     alike = [sampled[start : start + stride] for start in range(0, len(sampled), stride)]
@@ -61,7 +62,7 @@ def loss_table(
         empty = np.empty((0, 0))
         return LossTable(q, sigma, steps, empty, empty, empty, gaussian_part(kinds), direction, fixed)
     # beyond so many standard deviations a step has mass below its share of what is negligible
-    reach = np.maximum(9.5, -scipy.special.ndtri(TINY * delta / steps / len(chosen) / 2))
+    reach = np.maximum(9.5, -ndtri(TINY * delta / steps / len(chosen) / 2))
     low, high = -9.5 * sigma, reach * sigma + MEANS[direction][0]
     points = int(np.clip(np.max((high - low) / np.minimum(sigma / 12, sigma * sigma / 1.5)), 200, 3000))
     x = low[:, None] + (high - low)[:, None] * np.linspace(0.0, 1.0, points)
