@@ -109,6 +109,6 @@ def test_exit_codes_are_as_the_help_says(monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dpfunc.accounting.epsilon", stop)
+    monkeypatch.setattr("dpfunc.accounting.ledger.epsilon", stop)
     stopped = run(*GOOD)
     assert (stopped.exit_code, stopped.stdout) == (1, "")

@@ -487,7 +487,7 @@ NOBODYS = {  # the value of one row -> message
     "missing": ({}, f"{NOBODY} of mails.jsonl, got a row without that column. Name in data.unit_column"),
     "missing in a chat": ({"messages": [{"role": "user", "content": "secret"}]}, f"{NOBODY} of mails.jsonl, got a row"),
     "null": ({"author": None}, NOBODY),
-    "a list": ({"author": ["secret"]}, "Expected a text in the column 'author' in row 2"),
+    "a list": ({"author": ["secret"]}, NOBODY),
     "no sign that shows": ({"author": "\u200b "}, NOBODY),
     **{str(value): ({"author": value}, NOBODY) for value in ("", "  ", 7.5, float("nan"), True)},
 }
