@@ -11,9 +11,8 @@ from pathlib import Path
 
 import click
 
-from dpfunc import accounting
 from dpfunc._utils.validation import expect, refuse
-from dpfunc.accounting import Ledger
+from dpfunc.accounting import Event, Guarantee, Ledger
 from dpfunc.accounting import record as known
 from dpfunc.accounting.accountant import ACCOUNTANTS, upper
 from dpfunc.accounting.record import COVERED, GUESSABLE, NEIGHBOURS, RECORD_FILE, Record, SelectionRecord, listed
@@ -58,10 +57,10 @@ class _Source:
         parts = [(name, steps_ledger([taken])) for name, taken in self.runs.items()]
         return [*parts, *([("earlier runs", earlier)] if earlier.events else [])]
 
-    def guarantee(self, delta: float, method: str) -> accounting.Guarantee:
+    def guarantee(self, delta: float, method: str) -> Guarantee:
         """The cost, computed again, never by the method that a file names. That of a search is counted by rdp alone."""
         if not isinstance(self.record, SelectionRecord):
-            return accounting.epsilon(self.ledger, delta, method)
+            return self.ledger.epsilon(delta, method)
         if method not in ("auto", "rdp"):
             raise click.UsageError(
                 f"Expected --method rdp for the record of a search, got {method}: no other one can count it."
@@ -248,7 +247,7 @@ def _check_ledger(path: Path, epsilon: float | None, delta: float | None, method
     print_checks(rows, {**claimed, "checks": checks}, as_json, "Do not publish the claim")
 
 
-def _compare(source: _Source, claim: float, delta: float, cost: accounting.Guarantee) -> list[_Row]:
+def _compare(source: _Source, claim: float, delta: float, cost: Guarantee) -> list[_Row]:
     """Compare a claim with what the counted steps cost, and the facts of a record with each other and its journal."""
     computed = f"claimed {claim:.6g}, computed {upper(cost.epsilon)} by {cost.method} at delta {cost.delta:g}"
     low, high = cost.epsilon * (1 - _ROUNDING), cost.epsilon * (1 + _ROUNDING)
@@ -305,7 +304,7 @@ def _of_search(record: SelectionRecord) -> list[_Row]:
     return [("score", record.score in known.SCORES, record.score), *settings]
 
 
-def _settings(values: Mapping[str, str], events: Iterable[accounting.Event]) -> list[_Row]:
+def _settings(values: Mapping[str, str], events: Iterable[Event]) -> list[_Row]:
     """Compare the settings of runs with the words of dpfunc, and their sampler with the events."""
     unknown = [name for name, words in _SETTINGS.items() if values[name] not in words]
     unknown += [] if known.is_proven(values["mechanism"]) else ["mechanism"]

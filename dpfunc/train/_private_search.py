@@ -66,26 +66,23 @@ def search_lines(search: PrivateSearch) -> list[str]:
 
 def outcome_lines(outcome: Outcome, folder: str, insecure_seed: int | None) -> list[str]:
     """The result of a private search in lines: all of it is released."""
-    released, reason = outcome
-    spent = f"epsilon={upper(released.epsilon, 4)} at delta={released.delta:g}"
+    search, reason = outcome
+    spent = f"epsilon={upper(search.epsilon, 4)} at delta={search.delta:g}"
     lines = [f"Spent by the whole search: {spent}, one record protected."]
     if insecure_seed is not None:
         lines.append(f"BUT anybody can guess the noise: --insecure-seed {insecure_seed}. Nothing is protected.")
-    if released.chosen is None:
+    if search.chosen is None:
         lines.append(f"No model was released: {reason}.")
     else:
-        best, noise = (
-            listed(released.candidates[released.chosen]),
-            f"noise of standard deviation {released.score_noise:g}",
-        )
+        best, noise = listed(search.candidates[search.chosen]), f"noise of standard deviation {search.score_noise:g}"
         lines += [
-            f"Best: {best}; score {released.chosen_score:.4g}, with {noise}.",
+            f"Best: {best}; score {search.chosen_score:.4g}, with {noise}.",
             f"Saved: {folder}/{folders.MODEL}. The other runs were deleted.",
         ]
     return [
         *lines,
         f"Accounting: {folder}/{RECORD_FILE}.",
-        f"Not covered by epsilon: {'; '.join(released.not_covered[: 2 - len(record.NOT_COVERED)])}.",
+        f"Not covered by epsilon: {'; '.join(search.not_covered[: 2 - len(record.NOT_COVERED)])}.",
     ]
 
 
