@@ -115,7 +115,7 @@ opake: .cache/opake/installed
 
 # Without JAX Privacy the table says that it is not installed. One thread a process; freed memory stays with its process,
 # for every contestant (benchmarks/freed_memory.py says why).
-CONTESTANTS := plain,vmap,ghost,auto,opacus-hooks,opacus-ghost,opacus-functorch
+CONTESTANTS := plain,vmap,ghost,auto,captured,opacus-hooks,opacus-ghost,opacus-functorch
 WITH_JAX := plain,auto,jax-plain,jax-privacy,jax-privacy/1,jax-privacy/4,jax-privacy/8,whole-plain,whole-dpfunc,whole-jax
 bench: export OMP_NUM_THREADS := 1
 bench: export MALLOC_MMAP_MAX_ := 0

@@ -127,7 +127,7 @@ def row_of(target: Target, value: float | None) -> list[str]:
 
 HEADS = ("target", "at most", "measured", "verdict")
 ENGINE_HEADS = (
-    "case", "plain step, ms", "default engine: time", "memory", "vmap: time", "memory",
+    "case", "plain step, ms", "default engine: time", "memory", "captured: time", "memory", "vmap: time", "memory",
     "fastest mode of Opacus: time", "memory",
 )  # fmt: skip
 JAX_HEADS = (
@@ -168,12 +168,12 @@ def why_not(case: dict[str, Any], start: str) -> str:
 
 
 def engine_rows(cases: dict[str, Any]) -> list[list[str]]:
-    """Ratios of the default engine, of vmap and of the fastest mode of Opacus to the step without privacy."""
+    """Ratios to the step without privacy: of three engines, and of the fastest mode of Opacus."""
     found = []
     for name, case in cases.items():
         timed = timed_of(case)
         cells = [f"{case['title']} ({name})", f"{1e3 * timed['plain']['time']['median_seconds']:.0f}"]
-        for who in ("auto", "vmap"):
+        for who in ("auto", "captured", "vmap"):
             cells += [number(timed.get(who)), number(timed.get(who), "memory")]
         best = fastest(timed, "opacus-")
         cells.append(f"{number(timed[best])} ({best.removeprefix('opacus-')})" if best else why_not(case, "opacus-"))
