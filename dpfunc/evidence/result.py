@@ -42,9 +42,6 @@ _PUBLIC: dict[str, dict[str, _Check]] = {
         "num_canaries": integer, **dict.fromkeys(("claim", "epsilon", "epsilon_gaussian"), non_negative),
     },
 }  # fmt: skip
-_KNOWN: dict[str, Callable[[Mapping[str, Any]], list[Any]]] = {
-    "run": lambda digests: digests["data_order"], "weights": lambda digests: [digests["model"]],
-}  # fmt: skip
 
 
 def replay_values(result: Any, source: Path, plan: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +85,7 @@ def in_certificate(path: Path, values: Mapping[str, Any], job: Path) -> dict[str
     if wrong := [name for name, same in _belongs(result, values, job).items() if not same]:
         raise fail(
             "a result that belongs to this run", wrong[0], result[wrong[0]],
-            "It is of another plan, job, run or model: verify or audit this one.",
+            "It is of another plan or job: verify or audit this one.",
         )  # fmt: skip
     own = {"kind": _SCHEMAS[result["schema"]], "file": hashlib.sha256(text).hexdigest()}
     return entry({**result, **own}, values["digests"])
@@ -103,8 +100,9 @@ def entry(result: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, An
     shown = {name: check(name, result[name]) for name, check in (_COMMON | _PUBLIC[kind]).items()}
     if result["holds"] and shown.get("reproduced") not in (None, result["steps"]):
         raise fail("the steps of a replay that holds", "reproduced", shown["reproduced"])
-    if wrong := [name for name, known in _KNOWN.items() if shown.get(name) not in (None, *known(digests))]:
-        raise fail("a result of this run", wrong[0], shown[wrong[0]])
+    known = {"run": digests["data_order"], "weights": [digests["model"]]}
+    if wrong := [name for name, own in known.items() if shown.get(name) not in (None, *own)]:
+        raise fail("a result of this run", wrong[0], shown[wrong[0]], "It is of another run: verify this one.")
     return {"kind": kind, **shown, "same_code": shown["source"] in digests["code"]}
 
 
@@ -114,5 +112,4 @@ def _belongs(result: Mapping[str, Any], values: Mapping[str, Any], job: Path) ->
         "events": bool(result["events"]) and all(event in known for event in result["events"]),
         "adjacency": result["adjacency"] == values["claim"]["adjacency"],
         "source": result["of"] == "script" or (job.is_file() and result["source"] == sha256(job)),
-        **{name: result.get(name) in (None, *among(values["digests"])) for name, among in _KNOWN.items()},
     }
