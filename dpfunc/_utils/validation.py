@@ -13,6 +13,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from dpfunc._utils.lazy import WORDS
@@ -146,6 +147,11 @@ def sampling_prob_of(dataset_size: object, expected_batch_size: object) -> float
     size = real("expected_batch_size", expected_batch_size, domain)
     expect(0 < size <= n, domain, "expected_batch_size", expected_batch_size, f"The data set has {n} records.")
     return size / n
+
+
+def total_steps(dataset_size: int | Fraction, batch_size: int, epochs: float) -> int:
+    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64."""
+    return math.ceil(Fraction(repr(float(epochs))) * dataset_size / batch_size)
 
 
 def one_of(name: str, value: object, allowed: Iterable[Name], hint: str = "") -> Name:

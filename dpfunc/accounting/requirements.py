@@ -5,10 +5,9 @@ May import: its folder, batches, rng and below. Privacy depends on it: no.
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
-from dpfunc._utils.validation import expect, integer, non_negative, open_unit, positive, real
+from dpfunc._utils.validation import expect, integer, non_negative, open_unit, positive, real, total_steps
 from dpfunc.accounting._gaussian import as_float
 from dpfunc.accounting.accountant import Guarantee
 from dpfunc.accounting.calibration import calibrate_noise
@@ -126,11 +125,6 @@ def _choice(n: int, size: int, epochs: float, target: float, delta: float) -> Ba
     q, steps = size / n, total_steps(n, size, epochs)
     sigma = calibrate_noise(epsilon=target, delta=delta, sampling_prob=q, num_steps=steps)
     return BatchChoice(size, q, steps, sigma, sigma / size, sigma / size / math.sqrt(steps))
-
-
-def total_steps(dataset_size: int, batch_size: int, epochs: float) -> int:
-    """`ceil(epochs n / B)` in exact arithmetic, with the decimal value of `epochs`: 7 / 0.07 is 99.99.. in float64."""
-    return math.ceil(Fraction(repr(float(epochs))) * dataset_size / batch_size)
 
 
 class EpsilonMeaning(NamedTuple):

@@ -5,13 +5,13 @@ May import: its folder, train and below. Privacy depends on it: no.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import click
 
-from dpfunc._utils.validation import integer, positive, refuse, sampling_prob_of
+from dpfunc._utils.validation import integer, positive, probability, refuse, sampling_prob_of, total_steps
 from dpfunc.accounting import (
     Event,
     Ledger,
@@ -90,7 +90,9 @@ def _of_a_run(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             )  # fmt: skip
             q = sampling_prob_of(dataset_size, batch_size) if sampling_prob is None else sampling_prob
             if steps is None:
-                steps = math.ceil(round(positive("epochs", epochs) / q, 6))  # a part of a step is a step
+                # n / B of a q that is rounded to a float: 1 epoch at 0.333.. is 3 steps
+                an_epoch = (1 / Fraction(probability("sampling_prob", q))).limit_denominator(10**6)
+                steps = total_steps(an_epoch, 1, positive("epochs", epochs))
             print_values(*function(q, integer("steps", steps, minimum=1), delta, **rest), as_json)
             if dataset_size is not None and delta * dataset_size >= 1:
                 click.echo(

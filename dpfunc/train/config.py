@@ -5,7 +5,6 @@ May import: its folder, features and below. Privacy depends on it: no.
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Formatter
@@ -13,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_type_h
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dpfunc._utils.validation import expect, fail, one_of, refuse, suggestion, wrong_type
+from dpfunc._utils.validation import expect, fail, one_of, refuse, suggestion, total_steps, wrong_type
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 from dpfunc.train._views import VIEWS
@@ -282,7 +281,7 @@ class TrainingSection:
         return (
             self.steps
             if self.steps is not None
-            else math.ceil(round((self.epochs or 0.0) * dataset_size / (self.batch_size or 0), 6))
+            else total_steps(dataset_size, self.batch_size or 0, self.epochs or 0.0)
         )
 
 

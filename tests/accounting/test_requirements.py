@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpfunc._utils.validation import total_steps
 from dpfunc.accounting import DELTA_TABLE, EPSILON_TABLE, Ledger, epsilon, privacy_requirements
-from dpfunc.accounting.requirements import explain_delta, explain_epsilon, suggest_delta, total_steps
+from dpfunc.accounting.requirements import explain_delta, explain_epsilon, suggest_delta
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Event
 

@@ -28,7 +28,11 @@ def test_two_ways_to_say_it_agree():
     """A part of a step is a step, and epochs that fit exactly are not rounded up."""
     one, two = (("-q", 0.25, "--steps", 12), ("-n", 64, "-b", 16, "--epochs", 3))
     assert json.loads(run("epsilon", *one, *RUN).stdout) == json.loads(run("epsilon", *two, *RUN).stdout)
-    for given, steps in ((("-n", 1000, "-b", 32, "--epochs", 3), 94), (("-q", 0.07, "--epochs", 7), 100)):
+    cases = {
+        ("-n", 1000, "-b", 32, "--epochs", 3): 94, ("-q", 0.07, "--epochs", 7): 100, ("-q", 1 / 3, "--epochs", 1): 3,
+        ("-n", 30, "-b", 1, "--epochs", 1.00000001): 31, ("-n", 30, "-b", 12.5, "--epochs", 5): 12,
+    }  # fmt: skip
+    for given, steps in cases.items():
         assert json.loads(run("epsilon", *given, *RUN).stdout)["steps"] == steps
 
 
@@ -59,6 +63,7 @@ BAD = {
     "a batch size beside q": ([*GOOD, "-b", 10], 1, "either --sampling-prob, or --dataset-size together with"),
     "all three": ([*GOOD, "-n", 100, "-b", 10], 1, "either --sampling-prob, or --dataset-size together with"),
     "endless epochs": (["epsilon", "-q", 0.1, "--epochs", "inf", "--sigma", 1, "--delta", 1e-5], 1, "0 < epochs < inf"),
+    "epochs of no records": (["epsilon", "-q", 0, "--epochs", 3, "--sigma", 1, "--delta", 1e-5], 1, "0 < sampling_prob <= 1"),
     "missing delta": (["epsilon", "-q", 0.1, "--steps", 10, "--sigma", 1], 2, "Missing option '--delta'"),
     "misspelt option": ([*GOOD, "--adjacancy", "x"], 2, "No such option"),
     "GDP": ([*GOOD, "--method", "gdp-approximation"], 2, "is not one of"),

@@ -259,7 +259,10 @@ def test_missing_sections_are_named(name):
         job_from_dict({**VALUES, "data": {"max_length": 3}})
 
 
-@pytest.mark.parametrize(("epochs", "n", "batch", "steps"), [(3, 1000, 32, 94), (1, 64, 16, 4), (0.5, 100, 10, 5)])
+@pytest.mark.parametrize(
+    ("epochs", "n", "batch", "steps"),
+    [(3, 1000, 32, 94), (1, 64, 16, 4), (0.5, 100, 10, 5), (7, 100, 7, 100), (1.00000001, 30, 1, 31)],
+)
 def test_a_part_of_a_step_is_a_step_of_the_job(epochs, n, batch, steps):
     values = changed("training", "epochs", epochs)
     values["training"]["batch_size"] = batch
