@@ -318,8 +318,9 @@ def _search_public(
     from rich.progress import track
 
     from dpfunc.train._config_file import tuned
-    from dpfunc.train._search import MEANING, noise_of
+    from dpfunc.train._search import noise_of
     from dpfunc.train._search_runs import run_public
+    from dpfunc.train.config import TASKS
 
     there, held_out = len(search.records.train), len(search.records.evaluation)
     report.say(f"{there} public records to train on (the private run has {search.size}), {held_out} to compare on")
@@ -343,7 +344,7 @@ def _search_public(
     chosen = search.candidates[best]
     out.write_text(yaml.safe_dump(tuned(values, chosen.prepared.job), sort_keys=False, allow_unicode=True), "utf-8")
     report.say(
-        f"score: {MEANING[search.job.task]}, divided by their number; one run each, on public records: nothing was "
+        f"score: {TASKS[search.job.task].score}, divided by their number; one run each, on public records: nothing was "
         "spent.",
         f"Best: {listed(chosen.values)}. Train with: dpfunc train {out}",
     )

@@ -20,23 +20,8 @@ from dpfunc.hf.pooled import NO_DROPOUT, MeanPooledClassifier, load_mean_pooled
 from dpfunc.hf.vision_language import prepare
 from dpfunc.rng import fold_in, insecure_key, torch_seed
 from dpfunc.train._features import load_front, names_of_classes, new_model
-from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, Job, LoraSection
+from dpfunc.train.config import ADAPTERS, CLASSIFIES, FEATURES, NEW_HEAD, TASKS, Job, LoraSection
 
-# Task -> the class of Transformers that loads its model, and the name of the task in PEFT, which adapts no images.
-_KINDS = {
-    "text_classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
-    "text_regression": ("AutoModelForSequenceClassification", "SEQ_CLS"),
-    "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
-    "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
-    "preference": ("AutoModelForCausalLM", "CAUSAL_LM"),
-    "seq2seq": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
-    "vqa": ("AutoModelForImageTextToText", None),
-}
-# Task -> what Transformers takes its loss from.
-_PROBLEMS: dict[str, dict[str, Any]] = {
-    "text_classification": {"problem_type": "single_label_classification"},
-    "text_regression": {"num_labels": 1, "problem_type": "regression"},
-}
 # The factor of an adapter that PEFT draws at random; the other one begins at zero. Of embeddings it is the second.
 _DRAWN = (".lora_A.", ".lora_embedding_B.")
 
@@ -169,14 +154,14 @@ def _read(job: Job, config: Any, options: dict[str, Any]) -> nn.Module:
     random, path = job.model.init == "random", job.model_path
     if job.model.pooling == "mean":
         return MeanPooledClassifier(config) if random else load_mean_pooled(path, config=config, **options)
-    kind: Any = getattr(transformers, _KINDS[job.task][0])
+    kind: Any = getattr(transformers, TASKS[job.task].model)
     given: dict[str, Any] = {"config": config, "dtype": torch.float32, **options}
     return cast(nn.Module, kind.from_config(config) if random else kind.from_pretrained(path, **given))
 
 
 def _changes(job: Job, processing: Any) -> dict[str, Any]:
     """Changes that the job makes to the configuration of the model."""
-    changes = (names_of_classes(job) if job.task in CLASSIFIES else {}) | _PROBLEMS.get(job.task, {})
+    changes = {**(names_of_classes(job) if job.task in CLASSIFIES else {}), **TASKS[job.task].changes}
     if job.task in NEW_HEAD:
         changes["pad_token_id"] = processing.pad_token_id
     if job.model.pooling == "mean":  # noise is regularisation enough, and what is frozen is computed without dropout
@@ -256,7 +241,7 @@ def _with_lora(model: nn.Module, job: Job, processing: Any) -> nn.Module:
     highest = range(total - (lora.top_layers or 0), total)
     refuse((highest.start < 0, f"Expected lora.top_layers <= {total}, the layers of the model, got {lora.top_layers}."))
     common: dict[str, Any] = {
-        "task_type": _KINDS[job.task][1], "r": lora.rank, "target_modules": _targets(lora),
+        "task_type": TASKS[job.task].peft, "r": lora.rank, "target_modules": _targets(lora),
         "layers_to_transform": list(highest) or None,
         "modules_to_save": lora.modules_to_save and list(lora.modules_to_save),
         "fan_in_fan_out": any(type(module).__name__ == "Conv1D" for module in model.modules()),

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from dpfunc.hf.preferences import REFERENCE, CollatePairs, Preference, margins, reference_log_probabilities
 from dpfunc.hf.trainer._run import called
 from dpfunc.train._dataset import PadRight, Records
-from dpfunc.train.config import LOSSES, Job
+from dpfunc.train.config import TASKS, Job
 
 
 def loss_of_record(job: Job) -> str | Preference:
     """The loss of one record: the name of a task, or that of a pair with the settings of the job."""
-    return loss_of_pair(job) if job.task == "preference" else LOSSES[job.task]
+    return loss_of_pair(job) if job.task == "preference" else TASKS[job.task].loss
 
 
 def loss_of_pair(job: Job) -> Preference:

@@ -23,9 +23,9 @@ from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling import data_name
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._search import MEANING, PrivateSearch
+from dpfunc.train._search import PrivateSearch
 from dpfunc.train._search_runs import evaluate, noisy
-from dpfunc.train.config import Job, job_to_dict
+from dpfunc.train.config import TASKS, Job, job_to_dict
 from dpfunc.train.run import check_job
 
 _SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under way: as secret as the data
@@ -55,7 +55,7 @@ def search_lines(search: PrivateSearch) -> list[str]:
     return [
         f"runs: {runs.mean:g} on average, with probability 0.99 at most {most}; each of a random candidate",
         f"steps: {runs.mean * steps:.0f} on average, with probability 0.99 at most about {most * steps:.0f}",
-        f"score: {MEANING[search.job.task]}, plus noise of standard deviation {search.score_noise:g}",
+        f"score: {TASKS[search.job.task].score}, plus noise of standard deviation {search.score_noise:g}",
         *(f"candidate {listed(each.values)}: noise multiplier {each.plan.noise_multiplier:.4g} (without a search "
           f"{each.alone:.4g}); one run would cost epsilon={upper(each.plan.guarantee().epsilon, 4)}"
           for each in search.candidates),
@@ -186,7 +186,7 @@ def _release(search: PrivateSearch, state: _State, folder: Path, insecure_seed: 
         epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=search.runs,
         candidates=tuple(candidate.values for candidate in search.candidates),
         ledgers=tuple(candidate.plan.ledger() for candidate in search.candidates),
-        score=MEANING[search.job.task], score_noise=search.score_noise, chosen=state.candidate,
+        score=TASKS[search.job.task].score, score_noise=search.score_noise, chosen=state.candidate,
         chosen_score=state.score, spent=search.spent,
         noise_key=record.GUESSABLE if state.key.guessable else record.SECRET,
         dataset_size=search.size, dataset_size_is=record.SIZES[stated], versions=versions(),

@@ -20,17 +20,11 @@ from dpfunc.train._dataset import Records, count_records, read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, key_of, load_base, load_processing
 from dpfunc.train._recipe import with_recipe, with_shape
-from dpfunc.train.config import ADAPTERS, FEATURES, Job
+from dpfunc.train.config import ADAPTERS, TASKS, Job
 from dpfunc.train.run import Prepared, check_packed, rehearse
 from dpfunc.train.tables import same_file
 from dpfunc.types import schedule_at
 
-RIGHT, _LOSS, _PREFERRED = record.SCORES
-# What a score is, by task.
-MEANING = {
-    **dict.fromkeys(("text_classification", *FEATURES), RIGHT), "causal_lm": _LOSS, "vqa": _LOSS,
-    "preference": _PREFERRED,
-}  # fmt: skip
 _HELD_OUT = 0.2  # of public records, where the job has no share
 
 
@@ -122,7 +116,9 @@ def _check(job: Job, *, private: bool) -> None:
     privacy, data = job.privacy, job.data
     check_packed(job)
     refuse(
-        (job.task not in MEANING, fail(f"a task whose runs can be compared ({', '.join(MEANING)})", "task", job.task)),
+        (not TASKS[job.task].score,
+         fail(f"a task whose runs can be compared ({', '.join(task for task in TASKS if TASKS[task].score)})", "task",
+              job.task)),
         (data.unit_column is not None,
          fail("no data.unit_column in a search", "unit_column", data.unit_column,
               "The scored records of one person would change the score by more than 1. Choose the rates on public "

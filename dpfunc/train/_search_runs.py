@@ -24,7 +24,8 @@ from dpfunc.train import _run_folder as folders
 from dpfunc.train._dataset import collator
 from dpfunc.train._preferences import is_preferred
 from dpfunc.train._saved import save_model
-from dpfunc.train._search import MEANING, RIGHT, Candidate, Search
+from dpfunc.train._search import Candidate, Search
+from dpfunc.train.config import PREFERRED, RIGHT, TASKS
 from dpfunc.train.run import Prepared, make_trainer
 
 
@@ -64,14 +65,14 @@ def score(prepared: Prepared, model: Any, rows: Sequence[Mapping[str, Any]]) -> 
     # tests/train/test_search.py::test_one_record_changes_the_score_by_at_most_one
     model.train(False)
     collate = collator(prepared.job, prepared.processing)
-    total = 0.0
+    how, total = TASKS[prepared.job.task].score, 0.0
     for row in rows:
         batch = {name: value.to(model.device) for name, value in collate([row]).items()}
-        if prepared.job.task == "preference":
+        if how == PREFERRED:
             total += is_preferred(prepared.job, model, batch)
             continue
         output = model(**batch)
-        if MEANING[prepared.job.task] == RIGHT:
+        if how == RIGHT:
             total += float(output.logits[0].argmax() == batch["labels"][0])
         elif math.isfinite(loss := float(output.loss)):
             total += min(1.0, max(0.0, 1 - loss / math.log(output.logits.shape[-1])))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_type_h
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dpfunc._utils.validation import expect, fail, one_of, refuse, suggestion, total_steps, wrong_type
+from dpfunc.accounting import record
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.trainer.arguments import PrivacyArguments, own_names
 from dpfunc.train._views import VIEWS
@@ -21,33 +22,71 @@ Task = Literal[
     "text_classification", "text_regression", "token_classification", "causal_lm", "seq2seq", "vqa",
     "preference", "table_classification", "image_classification",
 ]  # fmt: skip
-TASKS: tuple[Task, ...] = get_args(Task)
 # Those of Transformers that need no setting of their own, and follow no evaluation: its records are not protected.
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
-# What each task can train; a language model shares its head with its embeddings.
-STRATEGIES = {
-    "text_classification": ("lora", "qlora", "full", "head", "bitfit"),
-    "text_regression": ("lora", "full", "head", "bitfit"),
-    "token_classification": ("lora", "full", "head", "bitfit"),
-    "causal_lm": ("lora", "qlora", "full", "bitfit"),
-    "seq2seq": ("lora", "full", "bitfit"),
-    "vqa": ("lora", "qlora", "full", "projector"),
-    "preference": ("lora", "qlora", "full", "bitfit"),
-    "table_classification": ("head", "full"),
-    "image_classification": ("head", "full"),
-}
+RIGHT, _LOSS, PREFERRED = record.SCORES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFacts:
+    """Model, loss and score of a task. What its records are is in `_dataset`, and the keys that it has in `_ONLY`.
+
+    Attributes:
+        strategies: what it can train; a language model shares its head with its embeddings.
+        loss: name in `dpfunc.hf.tasks`; none for preferences, whose loss has settings of its own.
+        model: class of Transformers that loads its model; none for a model of features.
+        peft: name of the task in PEFT; none where dpfunc adapts the model.
+        changes: changes of the configuration of the model, from which Transformers takes its loss.
+        score: how runs of a search are compared; none where they cannot be.
+    """
+
+    strategies: tuple[str, ...]
+    loss: str = ""
+    model: str = ""
+    peft: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    score: str = ""
+
+
+TASKS: dict[Task, TaskFacts] = {
+    "text_classification": TaskFacts(
+        strategies=("lora", "qlora", "full", "head", "bitfit"), loss="sequence_classification",
+        model="AutoModelForSequenceClassification", peft="SEQ_CLS",
+        changes={"problem_type": "single_label_classification"}, score=RIGHT,
+    ),
+    "text_regression": TaskFacts(
+        strategies=("lora", "full", "head", "bitfit"), loss="sequence_classification",
+        model="AutoModelForSequenceClassification", peft="SEQ_CLS",
+        changes={"num_labels": 1, "problem_type": "regression"},
+    ),
+    "token_classification": TaskFacts(
+        strategies=("lora", "full", "head", "bitfit"), loss="token_classification",
+        model="AutoModelForTokenClassification", peft="TOKEN_CLS",
+    ),
+    "causal_lm": TaskFacts(
+        strategies=("lora", "qlora", "full", "bitfit"), loss="causal_lm",
+        model="AutoModelForCausalLM", peft="CAUSAL_LM", score=_LOSS,
+    ),
+    "seq2seq": TaskFacts(
+        strategies=("lora", "full", "bitfit"), loss="seq2seq", model="AutoModelForSeq2SeqLM", peft="SEQ_2_SEQ_LM",
+    ),
+    "vqa": TaskFacts(
+        strategies=("lora", "qlora", "full", "projector"), loss="vqa", model="AutoModelForImageTextToText", score=_LOSS,
+    ),
+    "preference": TaskFacts(
+        strategies=("lora", "qlora", "full", "bitfit"), model="AutoModelForCausalLM", peft="CAUSAL_LM", score=PREFERRED,
+    ),
+    "table_classification": TaskFacts(strategies=("head", "full"), loss="sequence_classification", score=RIGHT),
+    "image_classification": TaskFacts(strategies=("head", "full"), loss="sequence_classification", score=RIGHT),
+}  # fmt: skip
 ADAPTERS = ("lora", "qlora")  # strategies that train adapters, over a base in float or in 4 bits
 FEATURES = ("table_classification", "image_classification")  # tasks whose records become features before training
 CLASSIFIES = ("text_classification", "token_classification", *FEATURES)  # tasks with a list of classes
 NEW_HEAD = (*CLASSIFIES, "text_regression")  # tasks with a head that starts anew
 LANGUAGE = ("causal_lm", "seq2seq", "preference")  # tasks that learn to write texts
 PAIRS = ("text_classification", "text_regression")  # tasks that take a second text
-# Task of a job -> the name of its loss in `dpfunc.hf.tasks`; that of preferences has settings of its own.
-LOSSES = {
-    task: "sequence_classification" if task in (*PAIRS, *FEATURES) else task for task in TASKS if task != "preference"
-}
 _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone have; in others they have their default
     **{("model", key): tuple(task for task in TASKS if task != "table_classification")
        for key in ("path", "local_files_only")},
@@ -317,7 +356,7 @@ class Job:
     preference: PreferenceSection = PreferenceSection()
 
     def __post_init__(self) -> None:
-        one_of("strategy", self.strategy, STRATEGIES[self.task], f"These are what {self.task} can train.")
+        one_of("strategy", self.strategy, TASKS[self.task].strategies, f"These are what {self.task} can train.")
         refuse(*_rules_of_strategy(self), *_rules_of_task(self), *_rules_of_tables(self), *_rules_of_images(self))
 
     @property

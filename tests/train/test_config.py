@@ -11,10 +11,14 @@ from typing import get_args
 
 import pytest
 import torch
+import transformers
+from peft import TaskType
 from transformers import HfArgumentParser, SchedulerType, get_scheduler
 
+from dpfunc.accounting.record import SCORES
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf import PrivacyArguments
+from dpfunc.hf.tasks import TASKS as LOSSES
 from dpfunc.train.config import (
     CLASSIFIES,
     FEATURES,
@@ -24,6 +28,7 @@ from dpfunc.train.config import (
     SECTIONS,
     TASKS,
     Scheduler,
+    Task,
     job_from_dict,
     job_to_dict,
 )
@@ -248,6 +253,15 @@ def test_types_are_those_of_the_source_whatever_parser_saw_the_arguments_before(
     values = job_to_dict(job_from_dict(VALUES))
     assert values["privacy"]["dp_noise_multiplier"] is None
     assert again.job_to_dict(again.job_from_dict(values)) == values
+
+
+def test_each_task_has_its_facts():
+    assert tuple(TASKS) == get_args(Task)
+    for facts in TASKS.values():
+        assert facts.loss in ("", *LOSSES)
+        assert facts.score in ("", *SCORES)
+        assert not facts.model or hasattr(transformers, facts.model)
+        assert facts.peft in ("", *TaskType)
 
 
 @pytest.mark.parametrize("name", ["task", "output_dir", "model", "data", "privacy"])

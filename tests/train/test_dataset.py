@@ -27,7 +27,7 @@ from dpfunc.train._dry_run import dry_run
 from dpfunc.train._metrics import classification
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
-from dpfunc.train.config import LOSSES, DataSection
+from dpfunc.train.config import TASKS, DataSection
 from dpfunc.train.tables import is_held_out, read_table
 
 
@@ -134,7 +134,7 @@ def test_the_loss_of_a_record_is_the_models_own(place, task, kind):
     place(task, kind)
     job, processing, records = prepared("--init", "random")
     model = choose_parameters(load_base(job, processing), job, processing).eval()
-    loss_fn = make_loss_fn(lambda params, **inputs: model(**inputs), LOSSES[task])
+    loss_fn = make_loss_fn(lambda params, **inputs: model(**inputs), TASKS[task].loss)
     with torch.no_grad():
         for record in records.train[:3]:
             batch = collator(job, processing)([record])
