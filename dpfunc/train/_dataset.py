@@ -23,7 +23,7 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.features.tables import TableFeatures, number_of
 from dpfunc.hf import chats
 from dpfunc.hf.losses import IGNORED
-from dpfunc.hf.pairs import distinct, pair_messages, pair_tokens, show_pair
+from dpfunc.hf.pairs import MADE_UP_PAIR, distinct, pair_messages, pair_tokens, show_pair
 from dpfunc.hf.preferences import ANSWERS, CollatePairs
 from dpfunc.hf.vision_language import image_text_collator
 from dpfunc.hf.vision_language._images import check_readable, messages_with_images
@@ -263,11 +263,10 @@ def columns_of(job: Job) -> tuple[str, ...]:
 
 def learnt_columns(job: Job) -> tuple[str, ...]:
     """The columns of a language model's job with what it learns to write."""
-    data = job.data
+    data, pair = job.data, job.task == "preference"
     if data.chat:
-        return data.chat[-2:] if job.task == "preference" else data.chat[-1:]
-    both = data.chosen_column, data.rejected_column
-    return both if job.task == "preference" else (data.response_column or data.text_column,)
+        return data.chat[-2 if pair else -1 :]
+    return (data.chosen_column, data.rejected_column) if pair else (data.response_column or data.text_column,)
 
 
 def record_of(job: Job, processing: Any, row: Row, folder: Path, where: str = "a made-up row") -> Mapping[str, Any]:
@@ -313,6 +312,45 @@ def record_of(job: Job, processing: Any, row: Row, folder: Path, where: str = "a
         return {"source": folder / row["image"], "labels": label}
     of_row = {"source": row} if job.task == "table_classification" else _token_ids(processing, row, data)
     return {**of_row, "labels": label}
+
+
+def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[str, str]) -> dict[str, str]:
+    """The columns of a chat: a question and its answer; of turns the question has the image of the row; or a pair."""
+    said: dict[str, Any] = {column: row[column] for column in columns}
+    image = [{"type": "image"}] if job.task == "vqa" and len(columns) == 1 else []
+    if job.task == "preference" and len(columns) == 2:
+        said = dict(zip(columns, MADE_UP_PAIR, strict=True))
+    if len(columns) == 1:
+        asked, answered = chats.MADE_UP[2 * number : 2 * number + 2]
+        said[columns[0]] = [{**asked, "content": [*image, {"type": "text", "text": asked["content"]}]}, answered]
+    if job.task == "vqa":
+        said[job.data.image_column] = [f"{number}.png"] if image else []
+    given = {column: json.dumps(value) for column, value in said.items()}
+    return given if job.data.tools_column is None else {**given, job.data.tools_column: ""}
+
+
+def made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:
+    """A row whose columns all differ, and its image."""
+    data, words = job.data, ["made", "up", "again"][: 2 + number]
+    row = {column: " ".join([*words, column]) for column in columns_of(job)}
+    if job.task in ("image_classification", "vqa"):
+        from PIL import Image
+
+        row["image"] = f"{number}.png"
+        row[data.image_column] = row["image"] if data.max_images == 1 else json.dumps([row["image"]])
+        Image.linear_gradient("L").rotate(90 * number).convert("RGB").save(folder / f"{number}.png")
+    numbers = data.numbers or {}
+    for place, (column, (low, high)) in enumerate(numbers.items(), start=1):
+        row[column] = str(low + (high - low) * (place + number / 2) / (len(numbers) + 2))
+    row |= {column: values[number % len(values)] for column, values in (data.categories or {}).items()}
+    row[data.label_column] = data.classes[number] if data.classes else "0.5"
+    if job.task == "preference":
+        row[learnt_columns(job)[1]] += " too"  # whatever the tokenizer knows, the answers have as many tokens as words
+    if data.chat:
+        row |= _made_up_chat(job, data.chat, number, row)
+    if job.task == "token_classification":
+        row |= {data.text_column: json.dumps(words), data.label_column: json.dumps([data.classes[0]] * len(words))}
+    return row
 
 
 def _classes(given: Sequence[str], data: DataSection, where: str) -> list[int]:

@@ -4,8 +4,7 @@ May import: its folder, features and below. Privacy depends on it: no.
 """
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -18,11 +17,9 @@ from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
 from dpfunc.functional import functionalize
 from dpfunc.hf._facts import evaluating
-from dpfunc.hf.chats import MADE_UP
-from dpfunc.hf.pairs import MADE_UP_PAIR
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.rehearsal import moved
-from dpfunc.train._dataset import collator, columns_of, learnt_columns, record_of, with_features
+from dpfunc.train._dataset import collator, made_up_row, record_of, with_features
 from dpfunc.train._features import Front, load_features, save_features
 from dpfunc.train._model import load_base, load_processing, one_line
 from dpfunc.train._preferences import loss_of_record, without_references
@@ -138,45 +135,6 @@ def made_up_batch(job: Job, processing: Any) -> dict[str, Tensor]:
     job = dataclasses.replace(job, data=dataclasses.replace(job.data, unit_column=None, max_records_per_unit=None))
     with TemporaryDirectory() as name:
         folder = Path(name)
-        made = [record_of(job, processing, _made_up_row(job, number, folder), folder) for number in range(2)]
+        made = [record_of(job, processing, made_up_row(job, number, folder), folder) for number in range(2)]
         records = with_features(processing, without_references(job, made))
         return cast(dict[str, Tensor], collator(job, processing)(records))
-
-
-def _made_up_chat(job: Job, columns: Sequence[str], number: int, row: Mapping[str, str]) -> dict[str, str]:
-    """The columns of a chat: a question and its answer; of turns the question has the image of the row; or a pair."""
-    said: dict[str, Any] = {column: row[column] for column in columns}
-    image = [{"type": "image"}] if job.task == "vqa" and len(columns) == 1 else []
-    if job.task == "preference" and len(columns) == 2:
-        said = dict(zip(columns, MADE_UP_PAIR, strict=True))
-    if len(columns) == 1:
-        asked, answered = MADE_UP[2 * number : 2 * number + 2]
-        said[columns[0]] = [{**asked, "content": [*image, {"type": "text", "text": asked["content"]}]}, answered]
-    if job.task == "vqa":
-        said[job.data.image_column] = [f"{number}.png"] if image else []
-    given = {column: json.dumps(value) for column, value in said.items()}
-    return given if job.data.tools_column is None else {**given, job.data.tools_column: ""}
-
-
-def _made_up_row(job: Job, number: int, folder: Path) -> dict[str, str]:
-    """A row whose columns all differ, and its image."""
-    data, words = job.data, ["made", "up", "again"][: 2 + number]
-    row = {column: " ".join([*words, column]) for column in columns_of(job)}
-    if job.task in ("image_classification", "vqa"):
-        from PIL import Image
-
-        row["image"] = f"{number}.png"
-        row[data.image_column] = row["image"] if data.max_images == 1 else json.dumps([row["image"]])
-        Image.linear_gradient("L").rotate(90 * number).convert("RGB").save(folder / f"{number}.png")
-    numbers = data.numbers or {}
-    for place, (column, (low, high)) in enumerate(numbers.items(), start=1):
-        row[column] = str(low + (high - low) * (place + number / 2) / (len(numbers) + 2))
-    row |= {column: values[number % len(values)] for column, values in (data.categories or {}).items()}
-    row[data.label_column] = data.classes[number] if data.classes else "0.5"
-    if job.task == "preference":
-        row[learnt_columns(job)[1]] += " too"  # whatever the tokenizer knows, the answers have as many tokens as words
-    if data.chat:
-        row |= _made_up_chat(job, data.chat, number, row)
-    if job.task == "token_classification":
-        row |= {data.text_column: json.dumps(words), data.label_column: json.dumps([data.classes[0]] * len(words))}
-    return row
