@@ -28,7 +28,7 @@ from dpfunc.hf.vision_language._strategies import strategy_table
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import without_rows
-from dpfunc.train._dataset import _asked
+from dpfunc.train._dataset import _vqa_record
 from dpfunc.train.config import DataSection
 
 FLOAT = ("full", "lora", "projector")
@@ -270,7 +270,7 @@ def test_marks_of_images_in_texts_are_taken_out(processor, tmp_path):
         ("<ima<image>ge>colour ?", "<i<i<image>mage>mage>red"),
     )
     rows = [{"image": "a.png", "q": q, "a": a} for q, a in said]
-    plain, *marked = (collate([_asked(processor, row, data, tmp_path, "a row")]) for row in rows)
+    plain, *marked = (collate([_vqa_record(processor, row, data, tmp_path, "a row")]) for row in rows)
     assert all(torch.equal(each[name], value) for each in marked for name, value in plain.items())
     with pytest.raises(InvalidArgument, match="Expected an answer without <image>"):
         collate([{"prompt": "colour ?", "answer": "red <image>", "image": tmp_path / "a.png"}])
