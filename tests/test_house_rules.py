@@ -261,6 +261,20 @@ def test_tests_named_in_docstrings_exist():
                     assert any(f"def {function}" in text for text in sources.values()), f"{path} names {function}"
 
 
+def test_what_tests_import_from_a_file_is_in_it():
+    """Who renames a private name runs the tests of some folders: those of another one would end at their import."""
+    imported = re.compile(r"^ *from (dpfunc[\w.]+) import (?:\(([^)]*)\)|([\w, ]+))", re.M)
+    missing = []
+    for path in TESTS.rglob("*.py"):
+        for module, several, one in imported.findall(path.read_text()):
+            place = REPOSITORY.joinpath(*module.split("."))
+            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            known = {*re.findall(r"\w+", source.read_text()), *(each.stem for each in place.glob("*"))}
+            names = [each.split()[0] for each in re.sub("#.*", "", several or one).split(",") if each.strip()]
+            missing += [f"{path.name} imports {name} from {module}" for name in names if name not in known]
+    assert missing == []
+
+
 def test_what_is_silenced_has_a_reason():
     """A rule that is not kept, a warning that is not shown or a test that is not run says why, beside it.
 
