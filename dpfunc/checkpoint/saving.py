@@ -27,14 +27,14 @@ from dpfunc.checkpoint import _format as form
 from dpfunc.checkpoint import folder
 from dpfunc.checkpoint._resume_policy import NOTES, History, LaterRuns, Note, known_notes, layout, lineage_of, resume
 from dpfunc.checkpoint._states import PARAMS, decode, empties, empty, encode, read_table, read_tensors, write_tensors
-from dpfunc.checkpoint.chain import Head, append_line, known_end, read_chain
+from dpfunc.checkpoint.chain import Head, append_line, known_end, locked, read_chain
 from dpfunc.checkpoint.journal import count_steps, journal_path, read_steps
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.distributed._object_collectives import all_or_none, by_writer, check_agreement, joint_group, rank_and_size
 from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError
 from dpfunc.plan import Plan
-from dpfunc.rng import fingerprint, numbers_of_numpy, secure_key
+from dpfunc.rng import Key, fingerprint, numbers_of_numpy, secure_key
 from dpfunc.state import StepState, check_newest, check_own_plan, plan_digest, resumed
 from dpfunc.types import Batch, Params
 
@@ -173,10 +173,15 @@ def _notes(parent: Path) -> list[Note]:
     return known_notes(parent / NOTES, folder.saved_state(before[-1])["notes"] if before else 0)
 
 
+def _check_own(parent: Path, key: Key) -> None:
+    """Check that the checkpoints in a directory are of the run with this key, or of its lineage."""
+    own = fingerprint(key)
+    folder.check_own(parent, lineage_of(own, _notes(parent)) if folder.complete_checkpoints(parent) else {own})
+
+
 def _new_work_folder(parent: Path, state: StepState, stack: ExitStack) -> str:
     """Name of a new directory to write into; it is this process's until the stack ends, and then removed."""
-    own = fingerprint(state.key)
-    folder.check_own(parent, lineage_of(own, _notes(parent)) if folder.complete_checkpoints(parent) else {own})
+    _check_own(parent, state.key)
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
     work = Path(tempfile.mkdtemp(prefix=SAVING, dir=parent))
@@ -213,11 +218,13 @@ def _commit(work: Path, files: Mapping[str, Mapping[str, Any]], keep: int, proce
     shared = [work / name for name in (folder.METADATA, folder.PLAN, folder.STATE)]
     folder.write_json(work / folder.MANIFEST, {**{file.name: sha256(file) for file in (*shared, *parts)}, **written})
     sync_directory(work)
-    path = folder.free_name(parent, files[folder.STATE]["step"])
-    os.rename(work, path)
-    sync_directory(parent)
-    for old in {*folder.all_checkpoints(parent)} - {*folder.complete_checkpoints(parent)[-keep:]}:
-        remove(old)
+    with locked(parent / NOTES):  # two runs may have begun here at one moment
+        _check_own(parent, form.key_of(files[folder.STATE]))
+        path = folder.free_name(parent, files[folder.STATE]["step"])
+        os.rename(work, path)
+        sync_directory(parent)
+        for old in {*folder.all_checkpoints(parent)} - {*folder.complete_checkpoints(parent)[-keep:]}:
+            remove(old)
     return path.name
 
 

@@ -12,7 +12,8 @@ from kills import forked
 from run_cases import DATA, PLAN, folders, rewrite, start, steps, store
 
 from dpfunc import load
-from dpfunc._utils.locks import in_use
+from dpfunc._utils.locks import in_use, lock
+from dpfunc.checkpoint import folder, saving
 from dpfunc.errors import CheckpointError
 from dpfunc.state import allow_repeat
 
@@ -46,6 +47,37 @@ def test_the_directory_of_another_run_is_refused(place, later):
     with pytest.raises(CheckpointError, match="found step-00000003.000 of another run"):
         place.save(state=steps(other, values, optimizer, later), values=values)
     assert place.folders() == [kept]
+
+
+def test_two_runs_begin_in_one_directory_at_one_moment(place, monkeypatch):
+    """Neither has seen the other when its save began: the second one to end is refused, and removes nothing."""
+    other, values, optimizer = start()
+    real, kept = saving._list_own_files, []
+
+    def meanwhile(work, group):
+        monkeypatch.undo()
+        kept.append(place.save())
+        real(work, group)
+
+    monkeypatch.setattr(saving, "_list_own_files", meanwhile)
+    with pytest.raises(CheckpointError, match="found step-00000000.000 of another run"):
+        place.save(state=other, values=values, optimizer=optimizer, keep=1)
+    assert place.folders() == kept
+    assert folder.newest_key(place.path) == place.state.key
+
+
+def test_one_process_at_a_time_adds_a_checkpoint(place, monkeypatch):
+    """From the look at what is there to the removal of what is old."""
+    found, free = [], folder.free_name
+
+    def named(parent, step):
+        with open(parent / "resumed.jsonl", "rb") as file:
+            found.append(lock(file.fileno(), wait=False))
+        return free(parent, step)
+
+    monkeypatch.setattr(folder, "free_name", named)
+    place.save()
+    assert found == [False]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
