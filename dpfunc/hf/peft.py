@@ -40,7 +40,8 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
 
     Args:
         peft_model: from `peft.get_peft_model` or `PeftModel.from_pretrained(..., is_trainable=True)`.
-        initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA is public.
+        initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA, or the text
+            behind frozen tokens of a prompt, is public.
 
     Raises:
         InvalidArgument: not a PEFT model, nothing to train, or an adapter whose initial value looked at data.
@@ -64,6 +65,16 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
             f"Expected at least one trainable parameter, got none in {shorten(list(active))}. It was loaded or frozen "
             "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
         )
+    fixed = [
+        at for at, p in peft_model.named_parameters()
+        if at.startswith("prompt_encoder.") and not p.requires_grad and id(p) not in asleep
+    ]  # fmt: skip
+    refuse(
+        (fixed and not initialized_on_public_data,
+         f"Expected prompts of which all tokens are trained, got {shorten(fixed)} frozen. They are saved as they are, "
+         "without noise, and may be the cache of a text (initialize_kv_prefix_from_text). Set num_frozen_tokens=0. In "
+         "a loop of your own, initialized_on_public_data=True says that they are random, or of a public text."),
+    )  # fmt: skip
     return names
 
 

@@ -241,6 +241,20 @@ def test_refused(name):
         assert adapters.trainable(make(), initialized_on_public_data=True)
 
 
+def test_frozen_tokens_may_hold_a_text(tmp_path):
+    """PEFT saves them beside those that are trained: the cache of a text would be published."""
+    model = made(config("CartridgeConfig", num_virtual_tokens=4, num_frozen_tokens=2, **TASK))
+    with pytest.raises(InvalidArgument, match="frozen_embedding.* frozen.*num_frozen_tokens=0"):
+        adapters.functionalize(model)
+    forward, params = adapters.functionalize(model, initialized_on_public_data=True)
+    assert list(params) == ["prompt_encoder.default.trainable_embedding"]
+    again = opened(adapters.save(model, moved(params), tmp_path / "adapter"))
+    torch.testing.assert_close(
+        again(**inputs(), use_cache=False).logits, forward(moved(params), **inputs()).logits, rtol=1e-5, atol=1e-5
+    )
+    assert adapters.trainable(made(config("CartridgeConfig", num_virtual_tokens=4, num_frozen_tokens=0, **TASK)))
+
+
 def test_parameters_that_would_be_lost_are_not_saved(tmp_path):
     """A layer that was unfrozen beside the adapter has no place in PEFT's files."""
     model = adapted("LoRA")
