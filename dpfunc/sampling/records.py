@@ -32,6 +32,8 @@ _UNCOPIED = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, O
 # Records may name files of images or sound, which are read when the record is drawn.
 _FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm",
           ".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a")  # fmt: skip
+# What bytes are of, beside their type: an image of 2 x 3 has those of one of 3 x 2.
+_OF_BYTES = ("mode", "size", "shape", "typecode")
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -157,4 +159,6 @@ def _update(state: hashlib.blake2b, value: Any) -> None:
         case _ if is_dataclass(value) and not isinstance(value, type):
             _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
         case _ if callable(getattr(value, "tobytes", None)):  # images, numpy scalars
-            state.update(value.tobytes())
+            _update(state, [getattr(value, name, None) for name in _OF_BYTES])
+            palette = getattr(value, "getpalette", list)()
+            state.update(repr(palette).encode() + value.tobytes())

@@ -1,10 +1,12 @@
 """A resumed run recognises its data: every record, and the images that records name."""
 
 import dataclasses
+from array import array
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from dpfunc.sampling.records import data_name
 
@@ -83,6 +85,20 @@ def test_a_long_text_that_ends_like_the_name_of_an_image_is_a_text():
 def test_texts_between_types_are_not_confused():
     names = {data_name([value]) for value in ([1, 2], (1, 2), [1, 2.0], [[1], 2], [True, 2], ["1", 2], "12", [12])}
     assert len(names) == 8
+
+
+def test_pictures_of_the_same_bytes_are_not_confused():
+    """Of other sizes, of another mode, and with other colours in their palettes."""
+    grey = Image.frombytes("L", (6, 1), bytes(range(6)))
+    palette = grey.convert("P")
+    other = palette.copy()
+    other.putpalette([9, 9, 9] * 6)
+    pictures = [grey, Image.frombytes("L", (3, 2), bytes(range(6))), palette, other]
+    pictures.append(Image.frombytes("RGB", (2, 1), bytes(range(6))))
+    assert len({picture.tobytes() for picture in pictures}) == 1
+    assert len({data_name([picture]) for picture in pictures}) == len(pictures)
+    assert data_name([grey]) == data_name([grey.copy()])
+    assert data_name([array("i", [1])]) != data_name([array("I", [1])])
 
 
 def test_arrays_of_objects_are_known_by_their_contents():
