@@ -6,6 +6,7 @@ May import: its folder, train and below. Privacy depends on it: no.
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,8 +137,11 @@ def _draw(result: Any, picture: Path | None) -> None:
     if picture is not None:
         from dpfunc.evidence import plot
 
-        picture.touch(0o600, exist_ok=False)  # as private as the data, and it keeps its mode
-        plot([result], picture)
+        with ExitStack() as undo:
+            picture.touch(0o600, exist_ok=False)  # as private as the data, and it keeps its mode
+            undo.callback(picture.unlink)
+            plot([result], picture)
+            undo.pop_all()
 
 
 def _run(what: Literal["verify", "audit"], source: Path, **options: Any) -> tuple[Any, dict[str, Any]]:

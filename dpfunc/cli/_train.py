@@ -244,7 +244,7 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
 @click.option("--grid", multiple=True, help="key=value,value: learning_rate, batch_size, steps or rank. Public.")
 @click.option("--factors", help="Of the learning rate of the job or its recipe. [default: 0.3,1,3]")
 @click.option("--mean-runs", "--mean_runs", type=float, help="With --private: expected number of runs.")
-@click.option("--runs", type=click.Choice([*SHAPES]), default="geometric", help="With --private: of their number.")
+@click.option("--runs", type=click.Choice([*SHAPES]), help="With --private: of their number. [default: geometric]")
 @click.option("--score-noise", "--score_noise", type=float, help="With --private: noise of a score, in records.")
 @click.option("--out", type=_NEW, help="With --public: new job file. [default: CONFIG.tuned.yaml]")
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Print the plan of the search; train and write nothing.")
@@ -253,7 +253,7 @@ def predict(run_dir: Path, source: Path, out: Path, as_json: bool) -> None:
 @json_option
 def tune(
     config: Path, flags: tuple[str, ...], public: Path | None, private: bool, grid: tuple[str, ...],
-    factors: str | None, mean_runs: float | None, runs: str, score_noise: float | None, out: Path | None,
+    factors: str | None, mean_runs: float | None, runs: str | None, score_noise: float | None, out: Path | None,
     dry_run: bool, resume: bool, insecure_seed: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Search the learning rate, and what else --grid names, of the job in CONFIG (YAML).
@@ -268,7 +268,7 @@ def tune(
 
     Example: dpfunc tune job.yaml --private --mean-runs 8 --score-noise 5 --dry-run
     """
-    _check_options(public, private, {"--mean-runs": mean_runs, "--score-noise": score_noise}, out, resume)
+    _check_options(public, private, {"--mean-runs": mean_runs, "--score-noise": score_noise}, runs, out, resume)
     with importing():
         from dpfunc.train import _config_file as config_file
     given, values = config_file.parse_flags(flags), config_file.read_yaml(config)
@@ -286,13 +286,13 @@ def tune(
             _search_public(search, config_file.override(values, given), target, dry_run, insecure_seed, report)
         else:
             check_search_folder(job, resume)
-            law = RunCount(mean_runs or 0.0, SHAPES[runs])
+            law = RunCount(mean_runs or 0.0, SHAPES[runs or "geometric"])
             private_search = prepare_private(trials, law, score_noise or 0.0, shows=True)
             _search_private(private_search, dry_run, resume, insecure_seed, report)
 
 
 def _check_options(
-    public: Path | None, private: bool, costs: dict[str, float | None], out: Path | None, resume: bool
+    public: Path | None, private: bool, costs: dict[str, float | None], runs: str | None, out: Path | None, resume: bool
 ) -> None:
     """Check that all options are of one of the two kinds of search, and that those of its cost are there."""
     missing = (
@@ -304,6 +304,7 @@ def _check_options(
         ((public is not None) == private, click.UsageError("Expected either --public FILE or --private.")),
         *(((value is None) == private, click.UsageError(about.format(name))) for name, value in costs.items()),
         (private and out is not None, click.UsageError("Expected --out with --public only.")),
+        (runs is not None and not private, click.UsageError("Expected --runs with --private only.")),
         (resume and not private, click.UsageError("Expected --resume with --private only.")),
         (int(os.environ.get("WORLD_SIZE", "1")) > 1,
          "Expected one process for a search, got several (WORLD_SIZE): start it without torchrun."),

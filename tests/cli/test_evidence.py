@@ -35,3 +35,4 @@ def test_a_result_without_a_picture_is_not_lost(tmp_path, monkeypatch):
     assert "Expected audits with finite claims" in found.stderr
     assert "3 steps, canaries in gradient space" in found.stdout
     assert json.loads((tmp_path / "audit.json").read_text()) == values
+    assert not (tmp_path / "audit.png").exists()

@@ -323,6 +323,7 @@ OPTIONS = {
     "no mean": (["--private", "--score-noise", 2], "Missing option '--mean-runs'"),
     "no noise": (["--private", "--mean-runs", 2], "Missing option '--score-noise'"),
     "a mean for public records": (["--public", "public.jsonl", "--mean-runs", 2], "--mean-runs with --private only"),
+    "a law for public records": (["--public", "public.jsonl", "--runs", "poisson"], "--runs with --private only"),
     "resume for public records": (["--public", "public.jsonl", "--resume"], "--resume with --private only"),
     "another file for a private search": ([*PRIVATE, "--out", "x.yaml"], "--out with --public only"),
 }
