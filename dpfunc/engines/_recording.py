@@ -83,7 +83,7 @@ class Recording:
         own = OwnDraws(positions, seed)
         drawn = (own.of_each(draw, draw.device) for draw in self.draws)  # each where it is used
         with torch.no_grad():
-            losses_B, no_mark, *others = self.to_norms(*inputs, drawn)
+            losses_B, no_mark, *others = self.to_norms.forward(*inputs, drawn)  # a call prints where it fails
         count = len(self.names)
         squares, rest = dict(zip(self.names, others[:count], strict=True)), others[count:]
         size = 0 if self.aux is None else self.aux.num_leaves
@@ -93,7 +93,7 @@ class Recording:
     def sums(self, found: Norms, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replay the weighted sums."""
         with torch.no_grad():
-            sums = self.to_sums(*found.values, *(factors[name].to(self.dtype) for name in self.names))
+            sums = self.to_sums.forward(*found.values, *(factors[name].to(self.dtype) for name in self.names))
         return dict(zip(self.names, sums, strict=True))
 
 

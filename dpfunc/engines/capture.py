@@ -152,6 +152,7 @@ class _Known:
     reached: Reached = field(default_factory=Reached)
     shapes: dict[object, _Shape] = field(default_factory=dict)
     begun: int = 0
+    changed: str = ""
     rest: _Shape = field(default_factory=_Shape)
     last: _Shape | None = None
 
@@ -161,9 +162,10 @@ class _Known:
 
     def shape(self, given: _Pass) -> _Shape:
         """What was decided about rows of this shape; nothing, if what the loss reaches has changed since."""
-        if self.shapes and self.reached.changed(given.loss_fn):
-            _log.info("engine captured: what the loss reads in Python has changed, recordings begin anew")
+        if self.shapes and (changed := self.reached.changed(given.loss_fn)):
+            _log.info("engine captured: what the loss reads in Python has changed (%s), recordings begin anew", changed)
             self.shapes.clear()
+            self.changed = f" ({changed})"
         if given.layout not in self.shapes and self.begun < MOST_SHAPES:
             self.begun += 1
             self.shapes[given.layout] = _Shape()
@@ -171,7 +173,8 @@ class _Known:
         if self.last is self.rest and not self.rest.why_not:
             self.rest.refuse(
                 f"there are more than {MOST_SHAPES} shapes of rows, or what it reads in Python changes from step to "
-                "step: set microbatch_size, fill rows up to few lengths, and put what changes into the batch"
+                f"step{self.changed}: set microbatch_size, fill rows up to few lengths, and put what changes into the "
+                "batch"
             )
         return self.last
 

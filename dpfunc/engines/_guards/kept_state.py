@@ -132,23 +132,25 @@ class Reached:
         self._holders, self._scopes, self._tensors = list[Any](), list[tuple[Any, Sequence[str]]](), list[Tensor]()
         self._held, self._values = list[Any](), list[object]()
 
-    def changed(self, loss_fn: object) -> bool:
-        """True if it has changed since the last call."""
+    def changed(self, loss_fn: object) -> str:
+        """The first thing that has changed since the last call, by names as in messages; empty if nothing has."""
         now, before = self._holds(loss_fn), self._values
         if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
-            return False
-        self._look(loss_fn)
-        return bool(before) and before != self._values
+            return ""
+        walk, places = self._look(loss_fn)
+        return _where(before, self._values, walk, places) if before and before != self._values else ""
 
     def _holds(self, loss_fn: object) -> list[Any]:
         """Elements, attributes, and values of names."""
         named = (scope.get(name) for scope, names in self._scopes for name in names)
         return [*gc.get_referents(loss_fn, *self._holders), *named, *(each.requires_grad for each in self._tensors)]
 
-    def _look(self, loss_fn: object) -> None:
+    def _look(self, loss_fn: object) -> tuple["_Walk", Sequence[int]]:
+        """Walk, and note what was found; the places of `_values` in it."""
         walk = _walk(loss_fn)
-        found = zip(walk.objects[2:], walk.values[2:], walk.parents[2:], strict=False)  # without the seed of the step
-        own = [(part, value) for part, value, owner in found if not _is_tensor(walk.objects[owner])]
+        found = range(2, len(walk.values))  # without the seed of the step
+        places = [place for place in found if not _is_tensor(walk.objects[walk.parents[place]])]
+        own = [(walk.objects[place], walk.values[place]) for place in places]
         self._values = [(id(part), part.requires_grad) if _is_tensor(part) else value for part, value in own]
         parts = {id(part): part for part, _ in own if type(part) not in _PLAIN}.values()
         self._tensors = [part for part in parts if _is_tensor(part)]
@@ -166,6 +168,7 @@ class Reached:
             *((space, names) for space in spaces),
         ]
         self._held = self._holds(loss_fn)
+        return walk, places
 
 
 def _is_tensor(value: object) -> bool:
@@ -430,13 +433,18 @@ def note_changed(loss_fn: object, before: tuple[object, ...], reason: str = "") 
     after = _after_collection(loss_fn)
     if after.values != before:
         why = reason or "is called several times for a batch, so a counter would reveal the number of other rows"
-        kept_by_loss[loss_fn] = f"{why}, and what it keeps from call to call has changed: {_where(before, after)}"
+        place = _where(before, after.values, after)
+        kept_by_loss[loss_fn] = f"{why}, and what it keeps from call to call has changed: {place}"
 
 
-def _where(before: Sequence[Any], after: _Walk) -> str:
-    """Path of names to the changed object, and the type of its owner; no values and no keys."""
-    pairs = enumerate(itertools.zip_longest(before, after.values))
-    place = min(next(number for number, (one, other) in pairs if one != other), len(after.values) - 1)
+def _where(before: Sequence[Any], now: Sequence[Any], after: _Walk, places: Sequence[int] | None = None) -> str:
+    """Path of names to the changed object, and the type of its owner; no values and no keys.
+
+    `places` are those of the values in the walk, in which all are compared otherwise.
+    """
+    pairs = enumerate(itertools.zip_longest(before, now))
+    number = min(next(number for number, (one, other) in pairs if one != other), len(now) - 1)
+    place = number if places is None else places[number]
     way, found, named = [place], "torch.initial_seed()" if place == 1 else "loss", place
     while way[0] > 1:
         way.insert(0, after.parents[way[0]])
