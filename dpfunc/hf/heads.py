@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpfunc.hf._facts import evaluating
 from dpfunc.recipes import Head
 
-_ADAPTERS = ("lora_", "vera_")  # in the names of parameters, by PEFT
+_ADAPTERS = ("lora_", "prompt_encoder", "adaption_")  # in names of parameters, beside those that PEFT lists
 _PROBES = (8, 32)  # made-up texts and their tokens
 
 
@@ -26,7 +26,10 @@ def head_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     >>> sorted(head_of({"layer.lora_A": torch.zeros(1), "classifier.weight": torch.zeros(2, 3)}))
     ['classifier.weight']
     """
-    return {name: value for name, value in params.items() if not any(mark in name for mark in _ADAPTERS)}
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    marks = (*_ADAPTERS, *PEFT_TYPE_TO_PREFIX_MAPPING.values())
+    return {name: p for name, p in params.items() if not any(part.startswith(marks) for part in name.split("."))}
 
 
 def reads_unit_rows(model: nn.Module) -> bool:

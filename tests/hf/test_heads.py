@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, VeraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from trainer_cases import classifier, labelled, training_arguments
@@ -32,6 +32,24 @@ def test_the_head_is_what_is_no_adapter(config):
     assert sorted(name.rpartition(".")[2] for name in head_of(params)) == ["bias", "weight"]
     assert all("classifier" in name for name in head_of(params))
     assert len(params) > 3
+
+
+OTHERS = {
+    "IA3": lambda: IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[]),
+    "OFT": lambda: OFTConfig(task_type="SEQ_CLS", r=0, oft_block_size=4, target_modules=["query"]),
+    "LoHa": lambda: LoHaConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]),
+    "prompt": lambda: PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+    "new tokens": lambda: LoraConfig(task_type="SEQ_CLS", r=2, trainable_token_indices=[3]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_adapter_of_peft_is_a_head(name):
+    """With the rate of a head they would be trained too fast."""
+    _, params = adapters.functionalize(get_peft_model(classifier(), OTHERS[name]()))
+    assert sorted(at.rpartition(".")[2] for at in head_of(params)) == ["bias", "weight"]
+    assert all("classifier" in at for at in head_of(params))
+    assert len(params) > 2
 
 
 class Known(nn.Module):
