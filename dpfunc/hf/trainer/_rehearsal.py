@@ -28,7 +28,7 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf._facts import evaluating, quantised_layers
 from dpfunc.hf.trainer._data import evaluated
-from dpfunc.hf.trainer._run import in_training_mode, made_up_logs, trainable, without_words
+from dpfunc.hf.trainer._run import made_up_logs, set_mode, trainable, without_words
 from dpfunc.hf.trainer._saved import check_read_back, silent
 from dpfunc.hf.trainer._settings import changed, refuse_optimizer
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT, tried
@@ -250,7 +250,7 @@ def rehearse_step(params: Mapping[str, Tensor], optimizer: Any, scheduler: Any, 
     """
     set_grads(params, {name: torch.full_like(param, _GRADIENT) for name, param in params.items()})
     with tried("an optimizer that steps"):
-        in_training_mode(optimizer)
+        set_mode(optimizer, "train")
         optimizer.step()
     by_itself = not isinstance(scheduler, ReduceLROnPlateau) and type(scheduler).__name__ != "GreedyLR"
     rates: list[list[float]] = []

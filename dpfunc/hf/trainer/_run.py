@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -202,10 +202,10 @@ def refuse_changed(places: Iterable[tuple[str, Mapping[str, Any], str, Tensor | 
     )  # fmt: skip
 
 
-def in_training_mode(optimizer: Any) -> None:
-    """Put a schedule-free optimizer into training mode, in which alone it steps; others have none."""
-    if callable(getattr(optimizer, "train", None)):
-        optimizer.train()
+def set_mode(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+    """Put a schedule-free optimizer into the mode of its steps, or of their average; others have none."""
+    if callable(getattr(optimizer, mode, None)):
+        getattr(optimizer, mode)()
 
 
 def as_function(

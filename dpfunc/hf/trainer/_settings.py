@@ -230,6 +230,7 @@ _UPLOADS = (
     ("clearml", "CLEARML_LOG_MODEL", "true", OFF),
     ("dvclive", "HF_DVCLIVE_LOG_MODEL", "false", (*OFF, "true")),
     ("flyte", "", "always", ()),
+    ("swanlab", "SWANLAB_LOG_MODEL", "false", OFF),
 )
 
 # Loggers that are told so when they are made: the attribute, and values with which they send none.
@@ -237,6 +238,7 @@ _TOLD: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "neptune": ("_log_checkpoints", OFF),
     "dvclive": ("_log_model", (*OFF, "true")),
     "wandb": ("_log_model", (*OFF, "end")),
+    "swanlab": ("_log_model", OFF),
 }
 
 # Methods of the Trainer on which privacy depends, and what to do instead of overriding them.

@@ -24,7 +24,7 @@ from dpfunc._utils.files import remove, sweep
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
+from dpfunc.accounting.record import OLD_BOUND, ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
 from dpfunc.checkpoint import Checkpoint
@@ -266,6 +266,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         try:
             output = super().train(None if resumed is None else str(resumed), None, ignore_keys_for_eval)
             done = True
+            if self._averaging is None and not self.args.load_best_model_at_end:  # which have written other values
+                runs.set_mode(self.optimizer, "eval")
         finally:
             self._start = None
             if not done and self._run is not None and distributed.is_writer(self._ranks):  # the others may not come
@@ -537,7 +539,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if run is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # of Trainer
         model.train()
-        runs.in_training_mode(self.optimizer)
+        runs.set_mode(self.optimizer, "train")
         before = run.at(self.state.global_step)
         if before.step == 0 and run.start.resumed is None:
             self._begun(model, run)
@@ -640,12 +642,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._run is None:
             raise InvalidArgument("Expected a run under way, got none.")
         state, dp_step = self._run.state, self._run.dp_step
+        not_covered = [LOGGED_LOSS] if self.privacy.dp_log_unreleased else []
         if journal is not None:
             state = as_charged(state, self.plan, journal, dp_step.facts)
+            not_covered += [OLD_BOUND] if state.clip_state and state.step > self._run.state.step else []
         return make_record(
             dp_step, state, unit=self._unit, public_bound=self.privacy.dp_dataset_size is not None,
             epoch=state.step / self._steps_per_epoch(self.plan.sampler.dataset_size),
-            not_covered=(LOGGED_LOSS,) if self.privacy.dp_log_unreleased else (),
+            not_covered=not_covered,
         )  # fmt: skip
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

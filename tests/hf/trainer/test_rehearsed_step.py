@@ -109,6 +109,38 @@ FAULTS = {  # optimizer, schedule, message
 }  # fmt: skip
 
 
+class Averaged(ScheduleFree):
+    """A schedule-free optimizer whose parameters are others in each of its modes."""
+
+    def train(self):
+        self._move(train_mode=True)
+
+    def eval(self):
+        self._move(train_mode=False)
+
+    @torch.no_grad()
+    def _move(self, train_mode):
+        group = self.param_groups[0]
+        if group.setdefault("train_mode", train_mode) != train_mode:
+            for param in group["params"]:
+                param.mul_(2.0 if train_mode else 0.5)
+        group["train_mode"] = train_mode
+
+
+def test_a_run_ends_with_the_average_of_a_schedule_free_optimizer(tmp_path):
+    """What is saved after it would be a point on the way, as noisy as the last steps, which cost the budget."""
+    trainer = trainer_of(tmp_path, Averaged)
+    at_the_end = []
+
+    class Noted(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            at_the_end.append({name: value.clone() for name, value in trained(trainer.model).items()})
+
+    trainer.add_callback(Noted())
+    trainer.train()
+    assert all(torch.equal(value, at_the_end[0][name] / 2) for name, value in trained(trainer.model).items())
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_follows_a_step_is_found_before_it(tmp_path, name):
     optimizer, schedule, message = FAULTS[name]

@@ -331,6 +331,7 @@ def test_accelerate_launch_with_one_process(tmp_path, plain):
         ("dagshub", {"HF_DAGSHUB_LOG_ARTIFACTS": "TRUE"}, False), ("dagshub", {}, True), ("flyte", {}, False),
         ("comet_ml", {"COMET_LOG_ASSETS": "TRUE"}, False), ("comet_ml", {}, True), ("clearml", {}, False), ("clearml", {"CLEARML_LOG_MODEL": "False"}, True),
         ("dvclive", {"HF_DVCLIVE_LOG_MODEL": "all"}, False), ("dvclive", {"HF_DVCLIVE_LOG_MODEL": "true"}, True),
+        ("swanlab", {}, True), ("swanlab", {"SWANLAB_LOG_MODEL": "checkpoint"}, False),
     ],
 )  # fmt: skip
 def test_loggers_that_send_checkpoints(tmp_path, monkeypatch, logger, values, allowed):
