@@ -90,7 +90,10 @@ def cut(model: nn.Module, num_upper: int) -> tuple[nn.Module, nn.Module]:
 
 
 def run_lower(lower: nn.Module, ids: Tensor, quiet: bool = False) -> Tensor:
-    """Hidden states (N, T, d) before the upper part: a function of each text alone, so it costs no privacy."""
+    """Hidden states (N, T, d) before the upper part: a function of each text alone, so it costs no privacy.
+
+    But for rounding, which may depend on how many are computed at once; `dpfunc train` computes each by itself.
+    """
     with torch.no_grad():
         return torch.cat(
             [

@@ -50,7 +50,10 @@ def tokenize(encoder: Encoder, texts: list[str], max_length: int) -> dict[str, T
 def lower_part(
     encoder: Encoder, texts: list[str], first_layer: int, max_length: int, quiet: bool = False
 ) -> dict[str, Tensor]:
-    """Hidden states before `first_layer` (float16) and masks: a function of each text alone, so it costs no privacy."""
+    """Hidden states before `first_layer` (float16) and masks: a function of each text alone, so it costs no privacy.
+
+    But for rounding, which may depend on how many are computed at once; `dpfunc train` computes each by itself.
+    """
     tokens = tokenize(encoder, texts, max_length)
     hidden = torch.empty(len(texts), max_length, encoder.width, dtype=torch.float16)
     with torch.no_grad():

@@ -109,7 +109,8 @@ GRID = 2  # visual tokens are the means over the fields of a GRID x GRID grid
 
 
 def image_features(model: EfficientNetLite0, pixels: Tensor) -> Tensor:
-    """Features (n, GRID * GRID, 80), float16, of images (n, 3, H, W): each image alone, nothing of the others.
+    """Features (n, GRID * GRID, 80), float16, of images (n, 3, H, W): each image alone, nothing of the others,
+    but for rounding, which may depend on how many are computed at once.
 
     A channel is scaled by its BatchNorm, less its mean over plain light images, which we draw; then all features of an
     image get a common length, so that a small object counts as much as a large one. No private image has a part in it.
