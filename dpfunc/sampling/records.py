@@ -160,5 +160,5 @@ def _update(state: hashlib.blake2b, value: Any) -> None:
             _update(state, {each.name: getattr(value, each.name) for each in fields(value)})
         case _ if callable(getattr(value, "tobytes", None)):  # images, numpy scalars
             _update(state, [getattr(value, name, None) for name in _OF_BYTES])
-            palette = getattr(value, "getpalette", list)()
+            palette = getattr(value, "getpalette", lambda: None)()
             state.update(repr(palette).encode() + value.tobytes())
