@@ -57,7 +57,6 @@ ONE_RECORD = "one record of the training data set"
 
 EXACT_SIZE = "the exact number of records, which dataset_size publishes"
 OTHER_STEPS = "how steps in the ledger that are not of this run were taken: its settings and its key are not theirs"
-OLD_BOUND = "the bound of clipping at the end: the run was interrupted, and max_grad_norm is that of an earlier step"
 SECRET = "secret"
 GUESSABLE = "guessable"
 SIZES = ("number of records", "public bound on the number of records")

@@ -24,7 +24,7 @@ from dpfunc._utils.files import remove, sweep
 from dpfunc._utils.locks import only_process
 from dpfunc._utils.validation import refuse
 from dpfunc.accounting import Ledger
-from dpfunc.accounting.record import OLD_BOUND, ONE_RECORD, RECORD_FILE, Record
+from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
 from dpfunc.budget import Budget
 from dpfunc.checkpoint import Checkpoint
@@ -65,6 +65,7 @@ _AVERAGE = "average.pt"
 _PER_SAMPLE = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}  # no mean of gradients or losses is used
 _TIMES = ("_runtime", "_per_second")  # of steps, which take as long as their draws are large
 LOGGED_LOSS = "the training loss, which was logged (dp_log_unreleased)"
+OLD_BOUND = "the bound of clipping at the end: the run was interrupted, and max_grad_norm is that of an earlier step"
 
 
 class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
