@@ -8,6 +8,8 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import PurePath
 from pickle import PickleError
 from typing import Any
@@ -123,7 +125,7 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def digest(value: object) -> str:
-    """A digest of nested records of tensors, arrays, numbers, strings, images and dataclasses; of the rest the type."""
+    """A digest of nested records of tensors, arrays, numbers, strings, dates, images and dataclasses; of the rest the type."""
     state = hashlib.blake2b(digest_size=16)
     _update(state, value)
     return state.hexdigest()
@@ -137,7 +139,9 @@ def _update(state: hashlib.blake2b, value: Any) -> None:
             state.update(repr(PurePath(str(value)).name).encode())
             with open(str(value), "rb") as file:
                 state.update(hashlib.file_digest(file, "sha256").digest())
-        case None | bool() | int() | float() | str() | bytes() | PurePath():
+        case None | bool() | int() | float() | complex() | str() | bytes() | PurePath():
+            state.update(repr(value).encode())
+        case date() | time() | timedelta() | Decimal():
             state.update(repr(value).encode())
         case list() | tuple() if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
             state.update(f"{len(value)}:{value!r}".encode())
@@ -145,6 +149,8 @@ def _update(state: hashlib.blake2b, value: Any) -> None:
             state.update(f"{len(value)}:".encode())
             for item in value:
                 _update(state, item)
+        case set() | frozenset():
+            _update(state, sorted(map(digest, value)))
         case Tensor():
             _update(state, filled(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
             state.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -153,6 +159,7 @@ def _update(state: hashlib.blake2b, value: Any) -> None:
         case np.ndarray():
             state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
         case Mapping():
+            state.update(f"{len(value)}:".encode())
             for name in sorted(value, key=str):
                 state.update(f"{name}:".encode())
                 _update(state, value[name])

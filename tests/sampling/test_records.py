@@ -2,6 +2,8 @@
 
 import dataclasses
 from array import array
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +87,15 @@ def test_a_long_text_that_ends_like_the_name_of_an_image_is_a_text():
 def test_texts_between_types_are_not_confused():
     names = {data_name([value]) for value in ([1, 2], (1, 2), [1, 2.0], [[1], 2], [True, 2], ["1", 2], "12", [12])}
     assert len(names) == 8
+
+
+def test_other_values_of_python_are_parts_of_records():
+    """Dates, for example, of which only the type was looked at; and where a mapping inside of another one ends."""
+    days = [datetime(2020, 1, day, tzinfo=UTC) for day in (1, 2)]
+    pairs = [days, [day.date() for day in days], [day.time().replace(second=day.day) for day in days]]
+    pairs += [(Decimal(1), Decimal(2)), (1j, 2j), ({1, 2}, {3}), ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}})]
+    assert all(data_name([one]) != data_name([other]) for one, other in pairs)
+    assert data_name([{"b", "a", "c"}]) == data_name([{"c", "b", "a"}])
 
 
 def test_pictures_of_the_same_bytes_are_not_confused():
