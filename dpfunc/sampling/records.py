@@ -125,7 +125,7 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def digest(value: object) -> str:
-    """A digest of nested records of tensors, arrays, numbers, strings, dates, images and dataclasses; of the rest the type."""
+    """A digest of nested records of tensors, arrays, values of Python, images and dataclasses; of the rest the type."""
     state = hashlib.blake2b(digest_size=16)
     _update(state, value)
     return state.hexdigest()
