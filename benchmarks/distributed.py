@@ -37,7 +37,8 @@ from benchmarks.measure import in_turn, statistics_of, timed
 from benchmarks.results import DOCS, FOLDER, fill, markdown, show, write
 from dpfunc import clipping, distributed, sampling
 from dpfunc._utils.digests import checksum
-from dpfunc.distributed._agreement import agree, summarize
+from dpfunc.batches import batch_size
+from dpfunc.distributed._agreement import Rows, agree, summarize
 from dpfunc.distributed._reduce import noise_windows, sum_over
 from dpfunc.noise import Turn, gaussian
 from dpfunc.noise import _streams as streams
@@ -72,12 +73,13 @@ def steps_of(problem: Problem, rounds: int) -> dict[str, Callable[[], object]]:
     def step() -> None:
         states.append(dp_step(params, batch, states[-1]).state)
 
+    rows = Rows(batch, None, batch_size(batch))
     return {
         "plain": plain(whole).step,
         "dp_step": step,
         "clipped sum": lambda: dp_step.clipped_grad(params, batch),
         "handshake": lambda: agree(
-            summarize(step=0, batch=batch, params=params, run="", prepared="", ranks=ranks), ranks
+            summarize(step=0, rows=rows, params=params, run="", prepared="", ranks=ranks), ranks
         ),
         "all-reduce": lambda: sum_over(ranks, sums, params),
         "noise": lambda: add_share(clipped, share, Turn(0, dpfunc.rng.insecure_key(0), dpfunc.rng.insecure_key)),
