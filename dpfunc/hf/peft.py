@@ -40,8 +40,8 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
 
     Args:
         peft_model: from `peft.get_peft_model` or `PeftModel.from_pretrained(..., is_trainable=True)`.
-        initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA, or the text
-            behind frozen tokens of a prompt, is public.
+        initialized_on_public_data: says that the data behind an initialization by EVA, CorDA or LoRA-GA, the text
+            behind frozen tokens of a prompt, or what a mask of SHiRA follows from, is public.
 
     Raises:
         InvalidArgument: not a PEFT model, nothing to train, or an adapter whose initial value looked at data.
@@ -165,7 +165,16 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
         (start in _LOOK_AT_DATA and not initialized_on_public_data,
          f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
          "If it was computed from public data, say initialized_on_public_data=True."),
+        (kind == "SHIRA" and not _random_mask(config) and not initialized_on_public_data,
+         "Expected SHiRA with the random mask of PEFT, got a mask_fn of your own. The places that it chooses are saved "
+         "as they are, without noise. If they follow from no private data, say initialized_on_public_data=True."),
     )  # fmt: skip
+
+
+def _random_mask(config: Any) -> bool:
+    from peft.tuners.shira.mask_functions import random_mask
+
+    return config.mask_fn is random_mask
 
 
 @torch.no_grad()

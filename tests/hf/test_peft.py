@@ -255,6 +255,21 @@ def test_frozen_tokens_may_hold_a_text(tmp_path):
     assert adapters.trainable(made(config("CartridgeConfig", num_virtual_tokens=4, num_frozen_tokens=0, **TASK)))
 
 
+def test_a_sparse_adapter_may_be_where_data_say():
+    """PEFT saves the places that a function of the user has chosen, perhaps by gradients."""
+    own = config("ShiraConfig", r=2, target_modules=["q_proj"], **TASK)
+
+    def first_numbers(layer, r, **_):
+        weight = layer.weight
+        return (torch.arange(weight.numel()).reshape(weight.shape) < r * sum(weight.shape)).to(weight)
+
+    own.mask_fn = first_numbers
+    model = made(own)
+    with pytest.raises(InvalidArgument, match="mask_fn of your own"):
+        adapters.functionalize(model)
+    assert adapters.trainable(model, initialized_on_public_data=True)
+
+
 def test_parameters_that_would_be_lost_are_not_saved(tmp_path):
     """A layer that was unfrozen beside the adapter has no place in PEFT's files."""
     model = adapted("LoRA")
