@@ -147,7 +147,12 @@ class _Shape:
 
 @dataclass
 class _Known:
-    """What is known of one loss: its recordings, and what it reaches in Python, with which they were made."""
+    """The recordings of one loss, by layout of a pass, and the Python values with which they were made.
+
+    Args:
+        begun: layouts that got a place of their own, also before a change. changed: what changed last, in words. rest:
+            stands for all layouts after the first `MOST_SHAPES`. last: of the newest pass.
+    """
 
     reached: Reached = field(default_factory=Reached)
     shapes: dict[object, _Shape] = field(default_factory=dict)
@@ -161,7 +166,7 @@ class _Known:
         return _Known, ()
 
     def shape(self, given: _Pass) -> _Shape:
-        """What was decided about rows of this shape; nothing, if what the loss reaches has changed since."""
+        """Return the decisions about passes of this layout; drop those of all, if the loss reaches other values now."""
         if self.shapes and (changed := self.reached.changed(given.loss_fn)):
             _log.info("engine captured: what the loss reads in Python has changed (%s), recordings begin anew", changed)
             self.shapes.clear()
@@ -180,7 +185,7 @@ class _Known:
 
 
 def _kept(loss_fn: LossFn) -> tuple[object, ...]:
-    """What a pass might change: what the loss keeps, and the random generators of Python and NumPy."""
+    """Return the state of the loss and of the random generators of Python and NumPy, to compare around a pass."""
     numpy: Any = sys.modules.get("numpy")
     return quick_state(loss_fn), random.getstate(), numpy and pickle.dumps(numpy.random.get_state())
 
