@@ -139,9 +139,10 @@ def _update(state: hashlib.blake2b, value: Any) -> None:
             state.update(repr(PurePath(str(value)).name).encode())
             with open(str(value), "rb") as file:
                 state.update(hashlib.file_digest(file, "sha256").digest())
-        case None | bool() | int() | float() | complex() | str() | bytes() | PurePath():
-            state.update(repr(value).encode())
-        case date() | time() | timedelta() | Decimal():
+        case (
+            None | bool() | int() | float() | complex() | Decimal() | str() | bytes() | PurePath()
+            | date() | time() | timedelta()
+        ):  # fmt: skip
             state.update(repr(value).encode())
         case list() | tuple() if _NUMBERS.issuperset(map(type, value)):  # tokens: at once, many times faster
             state.update(f"{len(value)}:{value!r}".encode())
