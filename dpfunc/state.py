@@ -258,7 +258,7 @@ class _Releases:
 
 # Guards against mistakes in this process, no part of the computation: no result depends on them.
 _runs: dict[str, _Releases] = {}  # fingerprint of the key of a run ->
-_ledgers: dict[str, Ledger] = {}  # digest of a plan -> the ledger after its newest step
+_ledgers: dict[int, dict[str, Ledger]] = {}  # number of records -> fingerprint of a run -> ledger after its newest step
 
 
 def _releases(state: StepState) -> _Releases:
@@ -270,29 +270,31 @@ def release_lock(state: StepState) -> AbstractContextManager[Any]:
     return _releases(state).lock
 
 
-def mark_released(after: StepState, release: str) -> None:
+def mark_released(plan: Plan, after: StepState, release: str) -> None:
     """Record that the step that leads to `after` was released; `release` is a digest of the values."""
     run = _releases(after)
     run.go_on_at(after.step)
     run.digests[after.step - 1] = release
-    _ledgers[after.plan] = after.ledger
+    _ledgers.setdefault(plan.sampler.dataset_size, {})[fingerprint(after.key)] = after.ledger
 
 
-def warn_of_start(state: StepState, journalled: bool) -> None:
-    """Warn of a key that others know; without a journal, of steps with the same plan that the run does not count."""
+def warn_of_start(plan: Plan, state: StepState) -> None:
+    """Warn of a key that others know, and of steps on as many records that the run does not count, of whatever plan."""
     if state.key.guessable:
         warn(
             "The key of this run is known to everybody (insecure_key): its noise can be subtracted, and no epsilon "
             "holds. That is for tests and public data. For private data use dpfunc.secure_key().",
             errors.InsecureKeyWarning,
         )
+    earlier = tuple(_ledgers.get(plan.sampler.dataset_size, {}).values())  # other threads may add to it
     same_run = _releases(state).next_step is not None  # whose steps are repeated, or refused
-    if not journalled and not same_run and state.ledger.lacks(_ledgers.get(state.plan, state.ledger)):
+    if not same_run and any(state.ledger.lacks(ledger) for ledger in earlier):
         warn(
-            "This process has taken steps with the same plan, which the ledger of the new run does not count. On the "
-            "same records both add up, to more than either ledger says. Count the first run in the second: "
-            "dp_step.init(params, key, ledger=state.ledger) with its last state, in a plan whose budget is for both "
-            "(Plan.for_budget(..., spent=state.ledger)). For other records, or public ones, filter this warning out.",
+            "This process has taken steps on as many records as the plan has, which the ledger of the new run does "
+            "not count. On the same records both add up, to more than either ledger says, also where the plan was "
+            "edited in between. Count the first run in the second: dp_step.init(params, key, ledger=state.ledger) with "
+            "its last state, in a plan whose budget is for both (Plan.for_budget(..., spent=state.ledger)). For other "
+            "records, or public ones, filter this warning out.",
             errors.RunWarning,
         )
 

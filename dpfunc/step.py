@@ -98,7 +98,7 @@ class DPStep:
 
         Warns:
             InsecureKeyWarning: everybody can know the key.
-            RunWarning: without a journal, this process took steps with the same plan that the ledger does not have.
+            RunWarning: this process took steps on as many records, with whatever plan, that the ledger does not have.
         """
         with self._sharing_errors():
             if self.ranks is None or self.ranks.writes:
@@ -106,7 +106,7 @@ class DPStep:
             first = states.first_state(self.plan, params, key, ledger, num_records)
             with_leaves = self.clipped_grad.at(0, first.clip_state).with_leaves(params)
             state = first._replace(noise_state=self._mechanism.init(with_leaves))
-        states.warn_of_start(state, journalled=self.journal is not None)
+        states.warn_of_start(self.plan, state)
         return state
 
     def __call__(
@@ -249,7 +249,7 @@ class DPStep:
                 self._calls.warn_if_lost(all_lost)
                 if self.journal is not None and (self.ranks is None or self.ranks.writes):
                     self.journal(after._replace(released=((state.step, digest),)))
-            states.mark_released(after, digest)
+            states.mark_released(self.plan, after, digest)
         self._calls.note(params, stateless=not state.drawn, without_gradient=all_lost)
 
     def _divide(self, released: dict[str, Tensor], params: Params, step: int, clip: StepClip) -> dict[str, Tensor]:

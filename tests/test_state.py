@@ -16,7 +16,7 @@ import torch
 from cases import as_batch, linear_loss, params, random_rows
 from run_cases import DATA, PLAN, Run, start, steps
 
-from dpfunc import Journal, make_dp_step, sampling, secure_key, take
+from dpfunc import Journal, clipping, make_dp_step, sampling, secure_key, take
 from dpfunc import state as state_module
 from dpfunc.accounting import Ledger
 from dpfunc.checkpoint.journal import journal_ledger, read_steps
@@ -193,9 +193,18 @@ def test_a_second_run_that_counts_nothing_is_said(tmp_path):
     assert loop(dp_step, second).ledger.num_steps == 4
     with pytest.warns(RunWarning):  # counts the first run, and not the second
         dp_step.init(params(), secure_key(), first.ledger)
-    make_dp_step(linear_loss, PLAN, journal=Journal(tmp_path / "journal.jsonl", PLAN)).init(params(), secure_key())
-    other = dataclasses.replace(PLAN, num_steps=9)
-    make_dp_step(linear_loss, other).init(params(), secure_key())
+    for change in (
+        {"num_steps": 9},
+        {"clip": clipping.Flat(0.5)},
+        {"noise_multiplier": 3.0},
+        {"adjacency": "replace_one"},
+    ):
+        edited = dataclasses.replace(PLAN, **change)
+        for journal in (None, Journal(tmp_path / "journal.jsonl", edited)):
+            with pytest.warns(RunWarning, match="also where the plan was edited"):
+                make_dp_step(linear_loss, edited, journal=journal).init(params(), secure_key())
+    more = dataclasses.replace(PLAN, sampler=sampling.Poisson(61, 0.1))
+    make_dp_step(linear_loss, more).init(params(), secure_key())
     assert loop(dp_step, waiting).step == 2
 
 
