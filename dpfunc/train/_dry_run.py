@@ -14,8 +14,10 @@ from dpfunc.engines.microbatches import saved_bytes
 from dpfunc.errors import DPFuncError
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
-from dpfunc.train._dataset import chat_lines, collator, seen_lines
+from dpfunc.train._collate import collator
+from dpfunc.train._dataset import seen_lines
 from dpfunc.train._frozen import kept_bytes
+from dpfunc.train._made_up import chat_lines
 from dpfunc.train._preferences import without_references
 from dpfunc.train._recipe import recipe_lines
 from dpfunc.train._run_folder import recorded_job

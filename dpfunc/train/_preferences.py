@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dpfunc.hf.preferences import REFERENCE, CollatePairs, Preference, margins, reference_log_probabilities
 from dpfunc.hf.trainer._run import called
-from dpfunc.train._dataset import PadRight, Records
+from dpfunc.train._collate import PadRight
+from dpfunc.train._dataset import Records
 from dpfunc.train.config import TASKS, Job
 
 

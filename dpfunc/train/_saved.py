@@ -19,10 +19,13 @@ from dpfunc.functional import functionalize
 from dpfunc.hf._facts import evaluating
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.rehearsal import moved
-from dpfunc.train._dataset import collator, made_up_row, record_of, with_features
+from dpfunc.train._collate import collator
+from dpfunc.train._dataset import with_features
 from dpfunc.train._features import Front, load_features, save_features
+from dpfunc.train._made_up import made_up_row
 from dpfunc.train._model import load_base, load_processing, one_line
 from dpfunc.train._preferences import loss_of_record, without_references
+from dpfunc.train._records import record_of
 from dpfunc.train.config import ADAPTERS, FEATURES, Job
 
 _KEPT = (

@@ -21,7 +21,7 @@ import torch
 
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._dataset import collator
+from dpfunc.train._collate import collator
 from dpfunc.train._preferences import is_preferred
 from dpfunc.train._saved import save_model
 from dpfunc.train._search import Candidate, Search

@@ -31,7 +31,7 @@ RIGHT, _LOSS, PREFERRED = record.SCORES
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFacts:
-    """Model, loss and score of a task. What its records are is in `_dataset`, and the keys that it has in `_ONLY`.
+    """Model, loss and score of a task. What its records are is in `_records`, and the keys that it has in `_ONLY`.
 
     Attributes:
         strategies: what it can train; a language model shares its head with its embeddings.

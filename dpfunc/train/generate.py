@@ -25,8 +25,8 @@ from dpfunc.distributed.ranks import Ranks
 from dpfunc.errors import CheckpointError, InvalidArgument
 from dpfunc.hf import chats
 from dpfunc.rng import fold_in, insecure_key, torch_seed
-from dpfunc.train._dataset import prompt_ids
 from dpfunc.train._model import load_processing, one_line
+from dpfunc.train._records import prompt_ids
 from dpfunc.train._run_folder import MODEL, saved_job
 from dpfunc.train._saved import load_trained
 from dpfunc.train.tables import numbered_rows, read_table, same_file

@@ -36,8 +36,10 @@ from dpfunc.rng import Key, insecure_key
 from dpfunc.sampling import mean_over_views
 from dpfunc.sampling.users import mean_over_texts
 from dpfunc.train import _run_folder as folders
-from dpfunc.train._dataset import Records, chat_lines, collator, read_records, seen_lines
+from dpfunc.train._collate import collator
+from dpfunc.train._dataset import Records, read_records, seen_lines
 from dpfunc.train._frozen import compute_frozen
+from dpfunc.train._made_up import chat_lines
 from dpfunc.train._metrics import METRICS_FILE, measure_of, metric_lines
 from dpfunc.train._model import choose_parameters, load_base, load_processing, one_line
 from dpfunc.train._preferences import loss_of_record

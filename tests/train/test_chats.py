@@ -23,8 +23,10 @@ from dpfunc.errors import InvalidArgument
 from dpfunc.functional import functionalize
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.train import generate, tables
+from dpfunc.train._collate import collator
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import chat_lines, collator, read_records
+from dpfunc.train._dataset import read_records
+from dpfunc.train._made_up import chat_lines
 from dpfunc.train._model import load_base, load_processing
 from dpfunc.train._saved import made_up_batch
 from dpfunc.train.tables import read_table

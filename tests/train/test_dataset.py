@@ -21,12 +21,14 @@ from dpfunc._utils.validation import signed
 from dpfunc.errors import InvalidArgument
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.hf.vision_language.tiny_llava import write as write_llava
+from dpfunc.train._collate import PadRight, collator
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import PadRight, collator, language_record, prompt_ids, read_records
+from dpfunc.train._dataset import read_records
 from dpfunc.train._dry_run import dry_run
 from dpfunc.train._metrics import classification
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape
+from dpfunc.train._records import language_record, prompt_ids
 from dpfunc.train.config import TASKS, DataSection
 from dpfunc.train.tables import is_held_out, read_table
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from text_job import rows, write_job, write_rows
 
+from dpfunc.train._collate import collator
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import collator, read_records
+from dpfunc.train._dataset import read_records
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train._model import choose_parameters, load_base, load_processing
 from dpfunc.train._recipe import with_shape

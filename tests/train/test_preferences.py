@@ -27,8 +27,8 @@ from dpfunc.hf.preferences import CollatePairs, Preference
 from dpfunc.hf.tasks import make_loss_fn
 from dpfunc.rng import insecure_key
 from dpfunc.train import run as train_job
+from dpfunc.train._collate import PadRight
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import PadRight
 from dpfunc.train._frozen import compute_frozen
 from dpfunc.train.run import prepare
 

@@ -15,8 +15,8 @@ from dpfunc import Ledger, recipes
 from dpfunc.accounting import Event
 from dpfunc.hf import DPTrainer, PrivacyArguments
 from dpfunc.train import run as train_job
+from dpfunc.train._collate import PadRight
 from dpfunc.train._config_file import read_job
-from dpfunc.train._dataset import PadRight
 from dpfunc.train.run import prepare
 
 TRAINING = "training: {learning_rate: 1e-2, batch_size: 32, steps: 4, physical_batch_size: 16, save_steps: 2, logging_steps: 2}"

@@ -23,7 +23,7 @@ from dpfunc.hf.vision_language._images import image_text_collator
 from dpfunc.hf.vision_language._strategies import image_text_loss, language_layers, prepare, strategy
 from dpfunc.hf.vision_language.tiny_llava import draw, tiny_processor
 from dpfunc.rng import insecure_key
-from dpfunc.train._dataset import _check_image
+from dpfunc.train._records import _check_image
 
 QWEN = ("Qwen2-VL", "Qwen2.5-VL")
 

@@ -28,7 +28,7 @@ from dpfunc.hf.vision_language._strategies import strategy_table
 from dpfunc.hf.vision_language.tiny_llava import IMAGE_SIZE, draw, tiny_llava, tiny_processor
 from dpfunc.rng import insecure_key
 from dpfunc.sampling.loader import without_rows
-from dpfunc.train._dataset import _vqa_record
+from dpfunc.train._records import _vqa_record
 from dpfunc.train.config import DataSection
 
 FLOAT = ("full", "lora", "projector")
