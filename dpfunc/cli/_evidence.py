@@ -96,7 +96,7 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
 
 @click.command()
 @_SOURCE
-@click.option("--canaries", default=1000, show_default=True, type=_COUNT, help="Canaries in gradients.")
+@click.option("--canaries", type=_COUNT, help="Canaries in gradients, by default 1000.")
 @click.option("--steps", default=10_000, type=_COUNT, help="At most so many; by default all of the loop.")
 @click.option(
     "--score", default="sum", show_default=True, type=click.Choice(["sum", "spread"]),
@@ -107,7 +107,7 @@ def verify(source: Path, steps: int, candidates: int, out: Path | None, as_json:
 @_OUT
 @json_option
 def audit(
-    source: Path, canaries: int, steps: int, score: Literal["sum", "spread"], picture: Path | None,
+    source: Path, canaries: int | None, steps: int, score: Literal["sum", "spread"], picture: Path | None,
     insecure_seed: int | None, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Train once with canaries, and bound epsilon from below by guesses which of them were in.

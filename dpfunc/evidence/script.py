@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpfunc._utils.validation import fail, refuse
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence._one_run import Audit
 from dpfunc.evidence.canary_run import Planted, Score, audit_loop
@@ -67,11 +68,17 @@ def verify(path: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str
     return result, replay_values(result, path, own.dp_step.plan, {})
 
 
-def audit(path: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
-    """The audit of the loop of a file by so many canaries, and its values. It is one more run."""
+def audit(path: Path, *, key: Key, count: int | None, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
+    """The audit of the loop of a file by so many canaries, or those of the file, and its values. It is one more run."""
     own = read_script(path)
+    refuse(
+        (count is not None and own.canaries is not None,
+         fail(f"no --canaries, as {path.name} has canaries of its own, which are all that are planted", "canaries",
+              count)),
+    )  # fmt: skip
+    planted = Planted(key, count or 1000, own.canaries)
     result, taken, plan = audit_loop(
-        own.dp_step, own.init, own.step, own.data, Planted(key, count, own.canaries), key=key, steps=steps, score=score
+        own.dp_step, own.init, own.step, own.data, planted, key=key, steps=steps, score=score
     )
     space = "gradient" if own.canaries is None else "input"
     return result, audit_values(result, path, plan, taken, {"space": space, "score": score})

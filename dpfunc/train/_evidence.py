@@ -169,9 +169,9 @@ def verify(run: Path, *, steps: int, candidates: int) -> tuple[Replay, dict[str,
     })  # fmt: skip
 
 
-def audit(run: Path, *, key: Key, count: int, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
+def audit(run: Path, *, key: Key, count: int | None, steps: int, score: Score) -> tuple[Audit, dict[str, Any]]:
     """Train the job of a run folder anew, with canaries in gradients: the audit, and its values. It is one more run."""
-    planted = Planted(key, count)
+    planted = Planted(key, count or 1000)
 
     def begin(run: runs.Run) -> runs.Run:
         planted.draw(run.params)

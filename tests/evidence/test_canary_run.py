@@ -12,6 +12,7 @@ import dpfunc
 from dpfunc.errors import InvalidArgument
 from dpfunc.evidence import largest_bound, replay
 from dpfunc.evidence.canary_run import Planted, audit_loop
+from dpfunc.evidence.script import audit as audit_file
 from dpfunc.evidence.script import read_script
 from dpfunc.noise import BLT, Correlated, Gaussian, LambdaCGD
 
@@ -81,6 +82,15 @@ def test_an_honest_loop_is_not_refuted_and_one_without_noise_is(tmp_path, form, 
     assert found.claim == pytest.approx(plan.ledger(5).epsilon(plan.delta).epsilon)
     found, *_ = audited(script(tmp_path, form + space + NO_NOISE), 50 + len(space))
     assert found.exceeds, found
+
+
+def test_a_number_of_canaries_that_a_file_has_itself_is_refused(tmp_path):
+    """It had no effect."""
+    script(tmp_path, LOOP + IN_DATA)
+    options = {"key": dpfunc.rng.insecure_key(1), "steps": 2, "score": "sum"}
+    with pytest.raises(InvalidArgument, match=r"no --canaries, as loop.py has canaries of its own.*canaries=40"):
+        audit_file(tmp_path / "loop.py", count=40, **options)
+    assert audit_file(tmp_path / "loop.py", count=None, **options)[0].num_canaries == 300
 
 
 @pytest.mark.parametrize("space", ["", IN_DATA], ids=["gradient", "input"])
