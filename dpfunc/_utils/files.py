@@ -7,6 +7,8 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dpfunc._utils.locks import abandoned
@@ -15,16 +17,26 @@ SAVING = ".saving-"  # how names of folders begin that are being written
 _REMOVING = ".removing-"
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context with a new name beside a file; what has it in the end is on disk, and takes the place of the file.
+
+    Of several at one moment the last one is whole; without an error nothing else is left, after a kill the new name.
+    """
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
+    try:
+        yield new
+        sync_file(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
 def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file atomically and durably: a crash leaves all of the old content or of the new one."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # left by a crash, with a mode of its own; or a link, which leads elsewhere
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode), "wb") as handle:
-        handle.write(text.encode())
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(new, path)
-    sync_directory(path.parent)
+    with replacing(path) as new, open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(text.encode())
 
 
 def sync_file(path: Path) -> None:

@@ -10,7 +10,6 @@ import copy
 import difflib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpfunc._utils.files import replacing
 from dpfunc._utils.validation import below_one, boolean, checked, count, expect, fail, one_of, positive, shorten
 from dpfunc.errors import CheckpointError, InvalidArgument, UnsupportedModel
 from dpfunc.functional.copies import copied, uncopied
@@ -410,9 +410,8 @@ def save_adapter(path: Path | str, adapter: LoRA, params: Params) -> None:
     """
     every = {name: value.detach().cpu().clone().contiguous() for name, value in adapter._every(params).items()}
     config = json.dumps(asdict(adapter.config))
-    unfinished = Path(f"{path}.unfinished")
-    save_file(every, unfinished, metadata={"format": "pt", "schema": SCHEMA, "config": config})
-    os.replace(unfinished, path)
+    with replacing(Path(path)) as new:
+        save_file(every, new, metadata={"format": "pt", "schema": SCHEMA, "config": config})
 
 
 def load_adapter(path: Path | str, module: nn.Module) -> tuple[LoRA, dict[str, Tensor]]:

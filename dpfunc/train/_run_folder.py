@@ -92,7 +92,8 @@ def check_folder(job: Job, resume: bool, insecure_seed: int | None) -> None:
          f"Expected an output_dir that can be made or written, got output_dir={str(folder)!r}: {str(there)!r} "
          f"{'may not be' if there.is_dir() else 'is a file'}. Name another folder: --output_dir."),
     )  # fmt: skip
-    names = {path.name for path in folder.glob("*")} - {LOCK_FILE, f"{JOB_FILE}.new"}
+    half = {path.name for path in folder.glob(f"{JOB_FILE}.*.new")}  # after a kill
+    names = {path.name for path in folder.glob("*")} - {LOCK_FILE} - half
     killed_before = JOB_FILE in names and MODEL not in names and not released(folder)
     if resume:
         _check_same_job(job, folder, insecure_seed)

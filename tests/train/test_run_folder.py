@@ -45,7 +45,7 @@ def early(folder):
 
 
 BEFORE_THE_FIRST_STEP = {  # what is in the folder
-    "a lock": [".dpfunc.lock"], "half a job": ["job.json.new"], "the job": ["job.json"],
+    "a lock": [".dpfunc.lock"], "half a job": ["job.json.0a1b.new"], "the job": ["job.json"],
     "the job and logs": ["job.json", "runs"], "a journal without lines": ["job.json", "journal"],
     "half a checkpoint": ["job.json", "journal", "checkpoint-0", "half"],
     "a checkpoint": ["job.json", "journal", "checkpoint-0"],
