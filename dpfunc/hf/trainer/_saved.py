@@ -15,7 +15,7 @@ from transformers.utils import logging as levels
 
 from dpfunc._utils.validation import refuse, shorten
 from dpfunc.errors import CheckpointError
-from dpfunc.hf._facts import base_model, evaluating
+from dpfunc.hf._facts import base_model
 from dpfunc.rehearsal import FAILURES, NOTHING_SPENT
 from dpfunc.types import Params
 
@@ -142,29 +142,19 @@ def _loaded(model: Any, path: str) -> dict[str, set[str]]:
     return {name: {each if isinstance(each, str) else each[0] for each in found[name]} for name in kinds}
 
 
-@contextmanager
-def only_values(model: Any) -> Iterator[None]:
-    """Context in which a model is read; after it values alone are others.
+def read_adapters(model: Any, folder: Path) -> None:
+    """Give all adapters of a model the values that `save_pretrained` has written into a folder, and change nothing else.
 
-    PEFT trains all of an adapter that it has read, leaves one adapter active, ends the training mode, and makes new
-    parameters in float32 of those in 16 bits, of which neither the optimizer nor the step of a run would know
-    (tests/hf/trainer/test_saved.py::test_what_is_read_back_changes_no_part_of_the_model).
+    `load_adapter` of PEFT, which `Trainer` calls, would also train all of an adapter, leave one adapter active, end the
+    training mode, and make new parameters in float32 of those in 16 bits, of which neither the optimizer nor the step
+    of a run would know (tests/hf/trainer/test_saved.py::test_what_is_read_back_changes_no_part_of_the_model).
     """
-    trained = {param: param.requires_grad for param in model.parameters()}
-    tables = [(own, own.copy()) for part in model.modules() for own in (part._parameters, part._buffers)]
-    active = [*model.active_adapters] if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else []
-    with evaluating(model):
-        try:
-            yield
-        finally:
-            if len(active) > 1:
-                model.base_model.set_adapter(active)
-            for now, before in tables:
-                for name in [name for name, own in before.items() if own is not None and now[name] is not own]:
-                    before[name].data.copy_(now[name])
-                    now[name] = before[name]
-            for param, requires_grad in trained.items():
-                param.requires_grad_(requires_grad)
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    for name in model.peft_config:
+        place = folder if name == "default" else folder / name
+        set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
 
 
 @contextmanager

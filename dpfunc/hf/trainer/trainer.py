@@ -35,7 +35,7 @@ from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
 from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
 from dpfunc.functional.fsdp import settle
-from dpfunc.hf._facts import facts_of_model
+from dpfunc.hf._facts import base_model, facts_of_model
 from dpfunc.hf.preferences import Preference, margins
 from dpfunc.hf.tasks import TASKS, infer_task, make_loss_fn
 from dpfunc.hf.trainer import _files as files
@@ -45,7 +45,7 @@ from dpfunc.hf.trainer import _settings as settings
 from dpfunc.hf.trainer._data import evaluated, refuse_labels, refuse_padding, refuse_records
 from dpfunc.hf.trainer._recipes import PHYSICAL, new_head, one_class, short_way, with_recipe
 from dpfunc.hf.trainer._rehearsal import refuse_callbacks, rehearse_after_gradients, rehearse_gradients
-from dpfunc.hf.trainer._saved import beside_adapters, complete, only_values
+from dpfunc.hf.trainer._saved import beside_adapters, complete, read_adapters
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.vision_language._strategies import image_text_loss
 from dpfunc.plan import Plan
@@ -710,9 +710,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with values alone; but for a sharded model, whose parts are read when the run begins."""
-        if self._division is None:
-            with only_values(self.model):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._division is not None:
+            return
+        if base_model(self.model) is self.model:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            read_adapters(self.model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         """As a resumed run reads it, which is tried before the first step; `Trainer` finds no adapter by its name."""
