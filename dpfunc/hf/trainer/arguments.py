@@ -3,7 +3,7 @@
 May import: its folder, budget, evidence, rehearsal, release and below. Privacy depends on it: no.
 """
 
-import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -21,11 +21,11 @@ from dpfunc._utils.validation import (
     refuse,
     suggestion,
 )
-from dpfunc.accounting import Ledger, affordable_steps, calibrate
+from dpfunc.accounting import Ledger, affordable_steps
 from dpfunc.accounting.accountant import ACCOUNTANTS
 from dpfunc.clipping import Adaptive, Automatic, Flat, Statistic, Telemetry
 from dpfunc.engines.by_name import ENGINES
-from dpfunc.errors import InvalidArgument, UnreachableBudget
+from dpfunc.errors import InvalidArgument, NoiseWarning, UnreachableBudget
 from dpfunc.plan import Plan
 from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
@@ -243,22 +243,18 @@ class PrivacyArguments:
             sampler = Shuffled(dataset_size, int(size))
         else:
             raise fail("a whole expected_batch_size without Poisson sampling", "expected_batch_size", size)
-        before = Ledger(adjacency=self.adjacency) if spent is None else spent
-        start = Plan(
-            sampler, self.clip(), 1.0, num_steps, self.dp_delta, None, self.adjacency,
-            accountant=self.dp_accountant, allow_large_delta=self.dp_allow_large_delta, spent=spent,
-            telemetry=self.telemetry(),
-        )  # fmt: skip
-        if self.dp_epsilon is not None:
-            noise = calibrate(
-                lambda scale: before.compose(replace(start, noise_multiplier=scale).ledger()),
-                epsilon=self.dp_epsilon, delta=self.dp_delta, method=self.dp_accountant,
-            )  # fmt: skip
-            return replace(start, noise_multiplier=noise, epsilon=self.dp_epsilon)
-        noise = math.nan if self.dp_noise_multiplier is None else self.dp_noise_multiplier
-        whole_run = replace(start, noise_multiplier=noise)
+        given: dict[str, Any] = {
+            "sampler": sampler, "clip": self.clip(), "num_steps": num_steps, "delta": self.dp_delta,
+            "adjacency": self.adjacency, "accountant": self.dp_accountant,
+            "allow_large_delta": self.dp_allow_large_delta, "spent": spent, "telemetry": self.telemetry(),
+        }  # fmt: skip
+        if self.dp_noise_multiplier is None:
+            with warnings.catch_warnings(action="ignore", category=NoiseWarning):  # a run says it in its own words
+                return Plan.for_budget(epsilon=self.dp_epsilon, **given)
+        whole_run = Plan(noise_multiplier=self.dp_noise_multiplier, **given)
         if self.dp_max_epsilon is None:
             return whole_run
+        before = Ledger(adjacency=self.adjacency) if spent is None else spent
         steps = affordable_steps(
             lambda k: before.compose(whole_run.ledger(k)),
             epsilon=self.dp_max_epsilon, delta=self.dp_delta, limit=num_steps, method=self.dp_accountant,
@@ -266,7 +262,7 @@ class PrivacyArguments:
         if steps == 0:
             raise UnreachableBudget(
                 f"Expected a budget for at least one step, got dp_max_epsilon={self.dp_max_epsilon:g}, which one step "
-                f"with dp_noise_multiplier={noise:g} exceeds. Take more noise or smaller batches."
+                f"with dp_noise_multiplier={self.dp_noise_multiplier:g} exceeds. Take more noise or smaller batches."
             )
         return replace(whole_run, num_steps=steps, epsilon=self.dp_max_epsilon)
 
