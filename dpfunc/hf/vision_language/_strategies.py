@@ -4,7 +4,6 @@ May import: its folder, budget, evidence, rehearsal, release and below. Privacy 
 """
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from dpfunc.functional.names import outermost
 from dpfunc.hf._facts import facts_of, quantised_layers
 from dpfunc.hf.tasks import causal_lm
 from dpfunc.lora import LoRA, attach
+from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import Key
 from dpfunc.types import Params
 
@@ -227,41 +227,28 @@ def unused_parameters(model: nn.Module) -> tuple[str, ...]:
     """The parameters of the vision tower on which no image feature depends: they would get noise and nothing else.
 
     LLaVA takes the features from a layer before the last one. A copy of the structure runs on the meta device. None are
-    found where `get_image_features` needs more than `pixel_values`
+    found where `get_image_features` needs more than images of one size, or is not there
     (tests/hf/vision_language/test_strategies.py::test_unused_parameters_have_no_gradient).
     """
-    found = parts(model)
-    if not _takes_pixels_alone(model):
-        return ()
     # deepcopy takes what its memo holds in place of the original: tensors on the meta device
     memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
     structure: Any = copy.deepcopy(model, memo)
     named = dict(structure.named_parameters())
-    vision = {name: named[name].requires_grad_() for name in _below(found.vision, named)}
-    size = structure.config.vision_config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.empty((1, 3, height, width), device="meta", dtype=next(iter(vision.values())).dtype)
+    vision = {name: named[name].requires_grad_() for name in _below(parts(model).vision, named)}
     with torch.enable_grad():
-        output = structure.get_image_features(pixel_values=pixels)
+        try:
+            size = structure.config.vision_config.image_size
+            shape = (1, 3, size, size) if isinstance(size, int) else (1, 3, *size)
+            pixels = torch.empty(shape, device="meta", dtype=next(iter(vision.values())).dtype)
+            output = structure.get_image_features(pixel_values=pixels)
+        except FAILURES:
+            return ()
         features = pytree.tree_leaves(getattr(output, "pooler_output", output))
         total = torch.stack([each.sum() for each in features if isinstance(each, Tensor)]).sum()
         grads = torch.autograd.grad(total, list(vision.values()), allow_unused=True)
     return tuple(name for name, grad in zip(vision, grads, strict=True) if grad is None)
-
-
-def _takes_pixels_alone(model: nn.Module) -> bool:
-    """True if `get_image_features(pixel_values)` takes images of one size, and needs to know nothing else of them."""
-    inner = getattr(model, "model", model)
-    function: Any = getattr(inner, "get_image_features", getattr(model, "get_image_features", None))
-    config: Any = getattr(model, "config", None)
-    if function is None or not hasattr(getattr(config, "vision_config", None), "image_size"):
-        return False
-    arguments = inspect.signature(function).parameters.values()
-    needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)]
-    described = any(a.name in ("image_grid_thw", "pixel_attention_mask") for a in arguments)
-    return needed == ["pixel_values"] and not described
 
 
 def image_text_loss(forward: Callable[..., Any], params: Params, batch: Mapping[str, Tensor]) -> Tensor:
