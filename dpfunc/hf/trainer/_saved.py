@@ -143,7 +143,7 @@ def _loaded(model: Any, path: str) -> dict[str, set[str]]:
 
 
 def read_adapters(model: Any, folder: Path) -> None:
-    """Give all adapters of a model the values that `save_pretrained` has written into a folder, and change nothing else.
+    """Give adapters the values that `save_pretrained` has written into a folder, and change nothing else of the model.
 
     `load_adapter` of PEFT, which `Trainer` calls, would also train all of an adapter, leave one adapter active, end the
     training mode, and make new parameters in float32 of those in 16 bits, of which neither the optimizer nor the step
