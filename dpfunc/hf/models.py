@@ -4,7 +4,6 @@ May import: its folder, budget, evidence, rehearsal, release and below. Privacy 
 """
 
 import importlib.util
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -170,27 +169,6 @@ def with_causal_attention(forward: AnyForward) -> CausalForward:
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"Expected a forward function of dpfunc.functionalize, got {type(forward).__name__}.")
     return CausalForward(forward, module)
-
-
-@torch.no_grad()
-def is_causal(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> bool:
-    """True if the logits of a model ignore later tokens: no logit may move when the last token of each row is replaced.
-
-    Args:
-        forward: of a model with `.logits`. params: its parameters. batch: inputs of public rows without padding,
-            `input_ids` (B, T) with T >= 2 among them.
-
-    >>> from types import SimpleNamespace
-    >>> sees_all = lambda params, input_ids: SimpleNamespace(logits=input_ids + input_ids.sum())
-    >>> is_causal(sees_all, {}, {"input_ids": torch.tensor([[1, 2, 3]])})
-    False
-    """
-    ids_BT = batch["input_ids"]
-    if ids_BT.dim() != 2 or ids_BT.shape[1] < 2:
-        raise InvalidArgument(f"Expected input_ids (B, T) with T >= 2, got {tuple(ids_BT.shape)}.")
-    other_BT = torch.cat((ids_BT[:, :-1], torch.where(ids_BT[:, -1:] == 0, 1, ids_BT[:, -1:] - 1)), dim=1)
-    one, two = (forward(params, **{**batch, "input_ids": ids}).logits[:, :-1] for ids in (ids_BT, other_BT))
-    return torch.allclose(one.double(), two.double(), rtol=1e-4, atol=1e-5)
 
 
 def four_bit(compute_dtype: torch.dtype) -> Any:

@@ -224,3 +224,12 @@ def loss_of(name, task=None):
     model, batch = build(name)
     forward, params = functionalize(model)
     return make_loss_fn(forward, task or infer_task(model)), params, batch
+
+
+@torch.no_grad()
+def ignores_later_tokens(forward, params, batch):
+    """True if no logit moves when the last token of each row is replaced."""
+    ids = batch["input_ids"]
+    other = torch.cat((ids[:, :-1], torch.where(ids[:, -1:] == 0, 1, ids[:, -1:] - 1)), dim=1)
+    one, two = (forward(params, **{**batch, "input_ids": each}).logits[:, :-1] for each in (ids, other))
+    return torch.allclose(one, two, rtol=1e-4, atol=1e-5)

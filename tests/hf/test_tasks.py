@@ -11,7 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import Case
-from task_models import IGNORED, MODELS, SoftmaxLoss, alone, build, loss_of, sentence_model, sentences
+from task_models import (
+    IGNORED,
+    MODELS,
+    SoftmaxLoss,
+    alone,
+    build,
+    ignores_later_tokens,
+    loss_of,
+    sentence_model,
+    sentences,
+)
 from torch import nn
 from trainer_cases import PRIVACY, training_arguments
 from transformers import (
@@ -36,7 +46,6 @@ from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize
 from dpfunc.hf import losses
 from dpfunc.hf._facts import facts_of, facts_of_model
-from dpfunc.hf.models import is_causal
 from dpfunc.hf.tasks import infer_task, make_loss_fn
 from dpfunc.hf.trainer.trainer import DPTrainer
 from dpfunc.lora import attach
@@ -380,7 +389,7 @@ def test_encoders_as_language_models_are_refused(name, kind):
         infer_task(built(name, kind))
     decoder = built(name, kind, is_decoder=True).eval()
     assert infer_task(decoder) == "causal_lm"
-    assert is_causal(*functionalize(decoder), {"input_ids": torch.tensor([[5, 6, 7, 8]])})
+    assert ignores_later_tokens(*functionalize(decoder), {"input_ids": torch.tensor([[5, 6, 7, 8]])})
 
 
 def packed():
