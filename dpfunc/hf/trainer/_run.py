@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import trainer as trainers
 from transformers.trainer_callback import ProgressCallback, TrainerCallback, tqdm
@@ -81,26 +82,18 @@ class Run:
         return self.state if step == self.state.step else self.previous
 
 
-@dataclass(frozen=True)
-class Replicas:
+class Replicas(Accelerator):  # type: ignore[misc]  # has no types
     """An Accelerator that does not wrap models: DistributedDataParallel would average gradients before clipping."""
 
-    accelerator: Any = field(repr=False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.accelerator, name)
-
-    def prepare(self, *objects: Any) -> Any:
-        """As the `Accelerator` does, without wrapping models."""
-        ready = [self.prepare_model(o) if isinstance(o, nn.Module) else self.accelerator.prepare(o) for o in objects]
-        return ready[0] if len(ready) == 1 else tuple(ready)
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.__dict__.update(vars(accelerator))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
     ) -> nn.Module:
         """As the `Accelerator` does for evaluation; the parts of a sharded model stay in place."""
         place = False if fsdp_parts(model) else device_placement
-        return cast(nn.Module, self.accelerator.prepare_model(model, place, evaluation_mode=True))
+        return cast(nn.Module, super().prepare_model(model, place, evaluation_mode=True))
 
 
 class StepsBar(ProgressCallback):  # type: ignore[misc]  # has no types
