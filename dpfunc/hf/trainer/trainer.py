@@ -33,7 +33,7 @@ from dpfunc.checkpoint.journal import Journal, as_charged
 from dpfunc.checkpoint.not_written import writing
 from dpfunc.checkpoint.record import make_record
 from dpfunc.checkpoint.saving import save
-from dpfunc.errors import BudgetExhausted, InvalidArgument, NotWritten
+from dpfunc.errors import InvalidArgument, NotWritten
 from dpfunc.functional.fsdp import settle
 from dpfunc.hf._facts import base_model, facts_of_model
 from dpfunc.hf.preferences import Preference, margins
@@ -321,7 +321,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             test_what_is_not_saved_is_found_before_the_first_step.
         """
         self._refuse()
-        limit = max(1, self.plan.step_limit(self._spent_before))
+        limit = self.plan.step_limit(self._spent_before)
         if self._budget is not None:
             whole = replace(self.plan, num_steps=limit, spent=self._earlier)
             distributed.once(self._ranks, partial(self._budget.check, whole, unit=self._unit))
@@ -370,10 +370,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         spent, journal = self.ledger if saved is None else saved.state.ledger, self._folder / files.JOURNAL
         distributed.once(self._ranks, lambda: files.begin_accounting(journal, spent, resumed=saved is not None))
         start = self._start_of(saved, data, spent)
-        if start.limit < 1:
-            raise BudgetExhausted(
-                f"The budget epsilon={plan.epsilon} at delta={plan.delta:g} allows no step after the given ledger."
-            )
         if start.limit < self._num_steps(plan.sampler.dataset_size):
             self._warn(f"The budget allows {start.limit} steps: training stops there, as does the schedule.")
         self._warn(self._noise_advice())
@@ -461,7 +457,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         epoch = self._steps_per_epoch(self.plan.sampler.dataset_size)
 
         def steps() -> range:
-            first = self._first_step() if pending else 0
+            first = 0 if pending is None or self._run is None else self._first_step(self._run)
             return range(first, min(first + epoch, start.limit))
 
         args, (rank, size) = self.args, distributed.rank_and_size(self._ranks)
@@ -524,11 +520,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         collate: Callable[[list[Any]], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
         return collate
 
-    def _first_step(self) -> int:
+    def _first_step(self, run: runs.Run) -> int:
         """Step at which the Trainer starts to iterate; after a resume it skips the used batches of the epoch."""
-        if self._run is None:
-            return 0
-        step, resumed = self._run.state.step, self._run.start.resumed
+        step, resumed = run.state.step, run.start.resumed
         skips = resumed is not None and not self.args.ignore_data_skip and step == resumed.state.step
         return step - step % self._steps_per_epoch(self.plan.sampler.dataset_size) if skips else step
 
