@@ -20,6 +20,7 @@ _PROBES = (8, 32)  # made-up texts and their tokens
 def head_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The trained parameters that are no adapters: what a new head beside them is, by its names.
 
+    A bias without its weight is none either: one of a frozen layer, as `bias="lora_only"` and `"all"` of PEFT train.
     They go apart into `Recipe.optimizer(params.values(), head=head_of(params).values())`: a head that begins at zero
     has longer ways to go than adapters.
 
@@ -29,7 +30,13 @@ def head_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     marks = (*_ADAPTERS, *PEFT_TYPE_TO_PREFIX_MAPPING.values())
-    return {name: p for name, p in params.items() if not any(part.startswith(marks) for part in name.split("."))}
+
+    def of_adapter(name: str) -> bool:
+        layer, dot, own = name.rpartition(".")
+        weight = f"{layer}{dot}{own.replace('bias', 'weight')}"
+        return weight not in params or any(part.startswith(marks) for part in name.split("."))
+
+    return {name: p for name, p in params.items() if not of_adapter(name)}
 
 
 def reads_unit_rows(model: nn.Module) -> bool:

@@ -39,6 +39,8 @@ OTHERS = {
     "OFT": lambda: OFTConfig(task_type="SEQ_CLS", r=0, oft_block_size=4, target_modules=["query"]),
     "LoHa": lambda: LoHaConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]),
     "prompt": lambda: PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+    "biases of the layers": lambda: LoraConfig(task_type="SEQ_CLS", r=2, bias="lora_only"),
+    "biases of all layers": lambda: LoraConfig(task_type="SEQ_CLS", r=2, bias="all"),
     "new tokens": lambda: LoraConfig(task_type="SEQ_CLS", r=2, trainable_token_indices=[3]),
 }
 
