@@ -176,7 +176,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
         noise_multiplier, allocation, source: see `add_gaussian`.
 
     Raises:
-        InvalidArgument: as `add_gaussian`, from `add` too: a sum that is not finite.
+        InvalidArgument, StateReused: as `add_gaussian`, which is what `add` calls with the key of its turn.
 
     >>> gaussian(1.0).init({"w": torch.zeros(3)})
     ()
@@ -185,9 +185,7 @@ def gaussian(noise_multiplier: float, *, allocation: Allocation = "uniform", sou
     of_step = mechanism_of_draw(Run(None, multiplier, 1, allocation, source), _independent_draw(source))
 
     def add(clipped: ClippedSum, state: Any, turn: Turn) -> tuple[dict[str, Tensor], Any]:
-        _check_clipped(clipped)
-        _finite_digest(clipped)
-        return of_step.add(clipped, state, turn)
+        return add_gaussian(clipped, multiplier, turn.key, allocation=allocation, source=source), state
 
     return of_step._replace(add=add)
 

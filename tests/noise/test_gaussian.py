@@ -54,6 +54,8 @@ def test_a_secret_key_releases_once():
     ):
         with pytest.raises(StateReused, match="This key has released other values before"):
             add_gaussian(other, multiplier, key, allocation=allocation)
+        with pytest.raises(StateReused, match="This key has released other values before"):
+            gaussian(multiplier, allocation=allocation).add(other, (), turn(key))
     mechanism = gaussian(1.0)
     assert mechanism.init(clipped.sums) == ()
     for again in (add_gaussian(clipped, 1.0, key), mechanism.add(clipped, (), turn(key))[0]):
