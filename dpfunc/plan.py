@@ -78,6 +78,8 @@ def _steps_left(state: Position) -> range:
 class _Budget(Protocol):
     """The part of a `dpfunc.Budget` that a plan needs."""
 
+    @property
+    def run(self) -> str | None: ...
     def account(self) -> Any: ...
     def spent(self) -> Ledger: ...
 
@@ -157,9 +159,8 @@ class Plan:
         """Check that the parts fit together: no combination of them is known whose epsilon would not hold."""
         n, allowed = max(self.sampler.dataset_size, 1), self.sampler.adjacencies
         counted = getattr(self.spent, "adjacency", self.adjacency)
-        epoch = getattr(self.sampler, "steps_per_epoch", 1)
         starts = self.noise_multiplier.starts() if isinstance(self.noise_multiplier, Schedule) else ()
-        inside = next((start for start in starts if start % epoch), None)
+        inside = next((start for start in starts if not self.sampler.events(start, start + 1, 1.0)), None)
         refuse(
             (not isinstance(self.spent, Ledger | None),
              wrong_type("spent to be a dpfunc Ledger, or None", "spent", self.spent)),
@@ -174,8 +175,8 @@ class Plan:
              f"adjacency={self.adjacency!r}. Batches of a fixed size change when a record is added or removed: use "
              "Poisson, or claim zero_out or replace_one."),
             (inside is not None,
-             f"Expected the noise schedule to change between epochs of {epoch} steps, got a change at step "
-             f"{inside}. A shuffled epoch is one release, with one noise multiplier."),
+             f"Expected the noise schedule to change where a release begins, got a change at step {inside}, which is "
+             "charged with a step before it. A shuffled epoch is one release, with one noise multiplier."),
             (not isinstance(self.telemetry, Telemetry | None),
              wrong_type("telemetry to be a clipping.Telemetry, or None", "telemetry", self.telemetry)),
             (self.share_beside and self.allocation == "optimal",

@@ -47,6 +47,19 @@ class OfNoSize(sampling.Poisson):
         return float("nan")
 
 
+SHUFFLED = sampling.Shuffled(1000, 500)
+
+
+class Epochs:
+    """A sampler of a user that charges an epoch of two steps at its first one, and says no more about epochs."""
+
+    dataset_size = 1000
+    adjacencies = ("zero_out",)
+    indices = SHUFFLED.indices
+    expected_batch_size = SHUFFLED.expected_batch_size
+    events = SHUFFLED.events
+
+
 @dataclasses.dataclass(frozen=True)
 class Beside(clipping.Flat):
     """A clip rule of a user whose statistics have this share of the squared bound."""
@@ -93,10 +106,14 @@ CONTRADICTIONS = {
     ),
     "noise changes inside a shuffled epoch": (
         {
-            "sampler": sampling.Shuffled(1000, 500), "adjacency": "zero_out",
+            "sampler": SHUFFLED, "adjacency": "zero_out",
             "noise_multiplier": Schedule(((3, 1.0), (3, 0.5))),
         },
-        "between epochs of 2 steps, got a change at step 3",
+        "where a release begins, got a change at step 3",
+    ),
+    "noise changes inside a release of a user's sampler": (
+        {"sampler": Epochs(), "adjacency": "zero_out", "noise_multiplier": Schedule(((3, 5.0), (3, 0.5)))},
+        "where a release begins, got a change at step 3",
     ),
 }  # fmt: skip
 OF_BUDGETS = {

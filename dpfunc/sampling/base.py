@@ -37,4 +37,8 @@ class Sampler(Protocol):
         """The expected number of records, a public fact."""
 
     def events(self, start: int, stop: int, noise_multiplier: float) -> tuple[Event, ...]:
-        """Events of the steps start..stop-1 with this noise: the privacy that they cost."""
+        """Events of the steps start..stop-1 with this noise: the privacy that they cost.
+
+        What is released as a whole, e.g. a shuffled epoch, is charged at its first step, and its later steps cost
+        nothing: a schedule of the noise then changes at steps that cost something.
+        """
