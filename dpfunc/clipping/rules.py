@@ -107,7 +107,7 @@ class ByName:
 
 @dataclass(frozen=True)
 class Partition:
-    """A grouping resolved against parameter names: G groups in order of first appearance."""
+    """A grouping resolved against parameter names: G groups in the order of their own names."""
 
     group_of: Mapping[str, str]
     group_names: tuple[str, ...]
@@ -133,7 +133,7 @@ class Partition:
 def partition(groups: Groups, names: tuple[str, ...]) -> Partition:
     """Resolve a grouping against the parameter names."""
     assigned = groups.assign(names)
-    return Partition(dict(zip(names, assigned, strict=True)), tuple(dict.fromkeys(assigned)))
+    return Partition(dict(zip(names, assigned, strict=True)), tuple(sorted({*assigned})))
 
 
 SMALLEST, LARGEST = 1e-10, 1e10  # clip norms

@@ -73,6 +73,19 @@ def test_noise_multipliers_of_the_paper():
         count_share(1.0, 1.0, num_groups=4)
 
 
+def test_bounds_go_by_the_names_of_their_groups():
+    """Not by their places: parameters may come in another order, e.g. from a file that sorts them."""
+    plan = plan_of(Adaptive(0.7, groups=GROUPINGS["layer"]), noise=Nothing())
+    dp_step = dpfunc.make_dp_step(linear_loss, plan)
+    state = allow_repeat(dp_step.init(params(), insecure_key(0)))
+    batch = dpfunc.take(as_batch(random_rows(0, N, 1.0)), next(plan.batches(state)))
+    batch["head.weight"] *= 1e-3  # the one bound that falls
+    expected = dp_step(params(), batch, state).state.clip_state
+    again = dp_step(dict(reversed(params().items())), batch, allow_repeat(state)).state.clip_state
+    assert len(set(expected.values())) > 1
+    assert again == expected
+
+
 @pytest.mark.parametrize("grouping", GROUPS)
 @pytest.mark.parametrize("q", [0.3, 0.02])
 def test_the_algorithm_of_the_paper(grouping, q):
