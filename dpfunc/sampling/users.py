@@ -4,7 +4,7 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 """
 
 import unicodedata
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dpfunc._utils.validation import checked, count, expect, integer
+from dpfunc._utils.validation import checked, count, integer, wrong_type
 from dpfunc.batches import batch_size, tree_map
 from dpfunc.errors import InvalidArgument
 from dpfunc.rng import Key, check_key, fold_in, stream
@@ -66,7 +66,7 @@ class Persons:
         """
         given, needed = batch_size(texts), int(self.index_PK.max()) + 1 if self.index_PK.numel() else 0
         if given < needed:
-            raise InvalidArgument(f"Expected one row a text, at least {needed} on axis 0 of each tensor, got {given}.")
+            raise InvalidArgument("Expected tensors with a row for each text of the table, got some with fewer rows.")
         chosen = torch.arange(len(self), device="cpu") if persons_B is None else persons_B.cpu()
         index_BK, mask_BK = self.index_PK[chosen], self.mask_PK[chosen].to(tree_leaves(texts)[0].device)
         own = tree_map(lambda leaf: leaf[index_BK.to(leaf.device)], texts)
@@ -119,7 +119,8 @@ def _filled(groups: Sequence[Sequence[Any]], cap: int) -> tuple[list[Any], Tenso
 
 
 def _rows_by_person(persons: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    expect(not isinstance(persons, (str, bytes)), "one person a row", "persons", persons)
+    if isinstance(persons, (str, bytes, Mapping, Set)):  # whose parts are no rows
+        raise wrong_type("a list with one person a row", "persons", persons)
     rows: dict[Hashable, list[int]] = {}
     for number, person in enumerate(persons):
         if person is None or person == "" or person != person:  # NaN, as tables have it for a missing value

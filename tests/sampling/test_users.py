@@ -194,14 +194,16 @@ ONE = group_by_person(["a"], max_texts=1, key=KEY)
 BAD = {
     "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
     "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
-    "one string": (lambda: group_by_person("ab", max_texts=1, key=KEY), "one person a row"),
+    "one string": (lambda: group_by_person("ab", max_texts=1, key=KEY), "one person a row, got persons of type str"),
+    "a mapping": (lambda: group_by_person({0: "a", 1: "a"}, max_texts=1, key=KEY), "one person a row"),
+    "a set": (lambda: group_by_person({"a", "b"}, max_texts=1, key=KEY), "one person a row"),
     "a number and its text": (lambda: group_by_person([7, "7"], max_texts=1, key=KEY), "one spelling, got two"),
     "signs that do not show": (lambda: group_by_person(["a", "a\u200b"], max_texts=1, key=KEY), "one spelling"),
     "nobody": (lambda: group_by_person(["a", None], max_texts=1, key=KEY), "None in row 1"),
     "NaN": (lambda: group_by_person(["a", float("nan")], max_texts=1, key=KEY), "nan in row 1"),
     "too few texts": (
         lambda: group_by_person(["a", "b"], max_texts=1, key=KEY).batch({"x": torch.zeros(1)}),
-        "at least 2 on axis 0 of each tensor, got 1",
+        "a row for each text of the table, got some with fewer",
     ),
     "no tensors": (lambda: ONE.batch(["text"]), "to be a tensor, got .* of type str"),
     "no axis": (lambda: ONE.batch({"x": torch.tensor(1.0)}), r"axis 0 of batch\['x'\]"),
