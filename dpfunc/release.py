@@ -103,10 +103,11 @@ def release_mean(
     step = make_dp_step(_times, plan, engine="vmap", journal=None if journal is None else Journal(journal, plan))
     params = {"mean": values.new_zeros(values.shape[1:])}
     values = _within(values.detach(), limit)
-    count = len(values) if len(values) != dataset_size else None
+    size = plan.sampler.dataset_size
+    count = len(values) if len(values) != size else None
     grads, state, _ = step(params, values, step.init(params, key, num_records=count))
     sensitivity = limit * (2 if adjacency == "replace_one" else 1)
-    return ReleasedMean(grads["mean"], multiplier * sensitivity / dataset_size, state.ledger, dataset_size)
+    return ReleasedMean(grads["mean"], multiplier * sensitivity / size, state.ledger, size)
 
 
 def _within(values: Tensor, limit: float) -> Tensor:

@@ -280,7 +280,7 @@ class Schedule:
 
     def at(self, step: int) -> float:
         """The value at a step, counted from 0."""
-        return self.pieces[bisect(self.starts(), step) - 1][1]
+        return self.pieces[bisect(self.starts(), checks.integer("step", step)) - 1][1]
 
     def starts(self) -> tuple[int, ...]:
         """The steps at which the value may change, from 0."""

@@ -90,6 +90,8 @@ def test_bad_arguments_are_refused(values, changes, message):
 
 def test_a_public_bound_on_the_number_of_records_is_the_divisor():
     assert math.isclose(float(released(torch.ones(40)).mean - released(torch.zeros(40)).mean), 40 / 50, rel_tol=1e-3)
+    given = released(torch.ones(40), dataset_size=torch.tensor(50))
+    assert (type(given.divided_by), type(given.std)) == (int, float)
 
 
 @pytest.mark.parametrize(

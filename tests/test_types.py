@@ -28,6 +28,11 @@ def test_bad_events_are_refused(name, value):
         Event(**(GOOD | {name: value}))
 
 
+def test_a_schedule_has_no_step_before_the_first():
+    with pytest.raises(InvalidArgument, match="an integer step >= 0, got step=-1"):
+        Schedule(((2, 0.5), (2, 2.0))).at(-1)
+
+
 def schedules(values):
     pieces = st.lists(st.tuples(st.integers(1, 9), values), min_size=1, max_size=4)
     return st.one_of(values, st.builds(lambda p: Schedule(tuple(p)), pieces))
