@@ -18,7 +18,7 @@ from torch import Tensor
 from dpfunc._utils.memory import out_of_memory
 from dpfunc._utils.parts import is_dtensor
 from dpfunc._utils.processes import process_context
-from dpfunc._utils.validation import fail, integer, one_of, refuse
+from dpfunc._utils.validation import fail, integer, one_of, refuse, shorten
 from dpfunc.batches import batch_size, check_params, refuse_narrow_range, tree_map
 from dpfunc.clipping.rules import Partition, group_bounds, group_sensitivities, of_run, partition, safe_factors
 from dpfunc.clipping.telemetry import LEAF, Telemetry
@@ -224,6 +224,11 @@ class ClippedGrad:
         norms_BG = parts.norms(sq_norms if self.ranks is None else full_norms(params, sq_norms, self.ranks))
         factors_BG = safe_factors(rule, norms_BG, parts.bounds, mask_B)
         sums = per_sample.weighted_sum(parts.spread(factors_BG))
+        if not params.keys() == sq_norms.keys() == sums.keys():
+            raise InvalidArgument(
+                f"Expected an engine with a norm and a sum of each parameter, got norms of [{shorten([*sq_norms])}] "
+                f"and sums of [{shorten([*sums])}]: what is in no norm is not clipped. Nothing was spent."
+            )
         return MicrobatchSums(sums, per_sample.losses_B, norms_BG, sq_norms, getattr(per_sample, "aux", None))
 
 
@@ -232,9 +237,10 @@ def check_mask(mask_B: Tensor | None, num_samples: int, device: torch.device) ->
     if mask_B is None:
         return None
     if not isinstance(mask_B, Tensor) or mask_B.shape != (num_samples,) or mask_B.dtype != torch.bool:
-        got = f"{mask_B.dtype} {tuple(mask_B.shape)}" if isinstance(mask_B, Tensor) else type(mask_B).__name__
+        got = f"{mask_B.dtype} of {mask_B.ndim} axes" if isinstance(mask_B, Tensor) else type(mask_B).__name__
         raise InvalidArgument(
-            f"Expected mask to be a bool tensor of shape ({num_samples},), got {got}. True marks real samples."
+            f"Expected mask_B to be a bool tensor (B,), with as many numbers as the batch has rows, got {got}. "
+            "True marks real samples."
         )
     return mask_B.to(device)
 

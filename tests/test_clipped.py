@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,3 +248,24 @@ def test_parameters_that_are_not_finite_are_refused(bad):
     else:
         with pytest.raises(InvalidArgument, match=f"^Expected finite parameters, got NaN or inf in {name}"):
             clipped_grad(linear_loss, values, as_batch(random_rows(0, 2)), clipping.Flat(clip_norm=1.0))
+
+
+@pytest.mark.parametrize("part", ["norms", "sums"])
+def test_an_engine_that_leaves_out_a_parameter_is_refused(part):
+    """What is in no norm is not clipped."""
+
+    def engine(loss_fn, own, batch):
+        found = engine_of("vmap")(loss_fn, own, batch)
+        missing = next(iter(own))
+
+        def without(values, which):
+            return {name: value for name, value in values.items() if part != which or name != missing}
+
+        return SimpleNamespace(
+            losses_B=found.losses_B,
+            sq_norms=lambda: without(found.sq_norms(), "norms"),
+            weighted_sum=lambda factors: without(found.weighted_sum(factors), "sums"),
+        )
+
+    with pytest.raises(InvalidArgument, match="Expected an engine with a norm and a sum of each parameter"):
+        clipped_grad(linear_loss, params(), as_batch(random_rows(0, 3)), clipping.Flat(1.0), engine=engine)

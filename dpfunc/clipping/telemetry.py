@@ -73,7 +73,7 @@ class Statistic:
         """The scaled statistic of each record (B, num_values), of norm at most 1; of what is not finite 0."""
         given = 1 if self.size is None else self.size
         domain = f"aux[{self.name!r}] of shape {'(B,)' if self.size is None else f'(B, {given})'}"
-        expect(values.numel() == len(values) * given, domain, "shape", tuple(values.shape))
+        expect(values.numel() == len(values) * given, domain, "shape of a record", tuple(values.shape[1:]))
         values_BN = values.double().reshape(len(values), given)
         finite_B = torch.isfinite(values_BN).all(1, keepdim=True)
         if self.edges:
