@@ -188,8 +188,8 @@ def take(batch: Batch, indices: Tensor) -> Batch:
             if "out of range" not in str(error):
                 raise
             raise InvalidArgument(
-                f"Expected a row for each index, got data with a tensor of {len(leaf)} rows, fewer than the plan has "
-                "records (dataset_size): make the plan with the length of the data, or load the data that it was made "
+                "Expected a row for each index, got data with a tensor of fewer rows than the plan has records "
+                "(dataset_size): make the plan with the length of the data, or load the data that it was made "
                 "for. Nothing was spent."
             ) from error
 
@@ -297,6 +297,12 @@ def check_named(params: Params) -> None:
             raise InvalidArgument(
                 f"Expected params[{name!r}] to have a floating dtype, got {param.dtype}. "
                 f"{COMPLEX if param.is_complex() else 'Leave it out of params: it cannot be trained by gradients.'}"
+            )
+        if not dense(param) or param.is_meta or param.is_inference() or torch.is_inference_mode_enabled():
+            raise InvalidArgument(
+                f"Expected params[{name!r}] to be a dense tensor that has numbers, outside of torch.inference_mode(), "
+                f"got one of layout {param.layout} on {param.device}. Leave inference_mode before the step, and clone "
+                "what was made in it; .to_dense() and .to_empty() make numbers. Nothing was spent."
             )
 
 

@@ -135,6 +135,8 @@ def _first_ledger(plan: Plan, ledger: Ledger | None) -> Ledger:
 def check_reserved(plan: Plan, key: Key, ledger: Ledger | None = None) -> None:
     """Check that a run of a budget has reserved there, by its key or by a text: its plan, or what it counts, is of one.
 
+    A text does not say of which key it is: the name of the run tells then, if the budget has one.
+
     Guarantees:
         tests/budget/test_budget.py: test_a_plan_of_a_budget_is_reserved_before_it_runs,
         test_what_a_budget_has_spent_is_counted_by_runs_that_reserve_there.
@@ -143,7 +145,8 @@ def check_reserved(plan: Plan, key: Key, ledger: Ledger | None = None) -> None:
     if budget is None:
         return
     there = [e for e in budget.account().entries.values() if e.state == "reserved"]
-    own = [entry for entry in there if entry.token == fingerprint(key) or entry.token.startswith("text ")]
+    by_text = [entry for entry in there if entry.token.startswith("text ") and budget.run in (None, entry.run)]
+    own = [*(entry for entry in there if entry.token == fingerprint(key)), *by_text]
     if not any(not plan.ledger().beyond(entry.planned).events for entry in own):
         raise errors.InvalidArgument(
             f"Expected a run that has reserved in the budget of its data set, got none with this key and the "
@@ -372,10 +375,11 @@ def check_draw(plan: Plan, state: StepState, real_samples: int, ranks: Ranks | N
     drawn = plan.draw(state, state.step, ranks)
     if len(drawn) != real_samples:
         call = "state" if ranks is None else "state, ranks"
+        other = "more" if real_samples > len(drawn) else "fewer"
         raise errors.SamplingMismatch(
-            f"Expected the batch that the plan's sampler drew for step {state.step}, with {len(drawn)} samples, got "
-            f"{real_samples}. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or "
-            f"plan.loader(dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
+            f"Expected the batch that the plan's sampler drew for step {state.step}, got one with {other} "
+            f"samples. Epsilon holds for the plan's batches only: take them from plan.batches({call}) or plan.loader("
+            f"dataset, {call}), drop none, and mark padding with mask_B. If you draw by the same law "
             "elsewhere, say so with make_dp_step(..., verify_batch=False). Nothing was spent."
         )
     return drawn

@@ -167,8 +167,8 @@ def test_batch_that_was_not_drawn():
     dp_step = make_dp_step(linear_loss, the_plan)
     state = dp_step.init(params(), secure_key())
     drawn = len(next(the_plan.batches(state)))
-    for number in (drawn + 1, drawn - 1):  # also one that dropped some
-        with pytest.raises(SamplingMismatch, match=f"with {drawn} samples, got {number}.*Nothing was spent"):
+    for number, told in ((drawn + 1, "more"), (drawn - 1, "fewer")):  # also one that dropped some; no size is said
+        with pytest.raises(SamplingMismatch, match=f"for step 0, got one with {told} samples.*Nothing was spent"):
             dp_step(params(), take(DATA, torch.arange(number)), state)
     dp_step(params(), take(DATA, next(the_plan.batches(state))), state)  # the state is still good
 
@@ -387,6 +387,11 @@ BAD_STEPS = {
         linear_loss, {**params(), "head.weight": torch.zeros(4, dtype=torch.float16)}, GOOD,
         "in float32, bfloat16 or float64, got 'head.weight' in torch.float16",
     ),
+    "sparse parameter": (linear_loss, {**params(), "t": torch.eye(4).to_sparse()}, GOOD, r"params\['t'\] to be a dense tensor.* of layout torch.sparse_coo"),
+    "parameter without numbers": (linear_loss, {**params(), "t": torch.zeros(4, device="meta")}, GOOD, "has numbers.* on meta"),
+    "parameter of inference_mode": (
+        linear_loss, {**params(), "t": torch.inference_mode()(torch.zeros)(4)}, GOOD, "Leave inference_mode before the step",
+    ),
     "no parameters": (linear_loss, {}, GOOD, "Expected at least one parameter"),
     "params that are no mapping": (linear_loss, list(params().values()), GOOD, "mapping name -> tensor, got list"),
 }  # fmt: skip
@@ -598,7 +603,7 @@ def test_parameters_that_the_loss_does_not_use_are_said(engine):
 
 
 def test_data_that_are_shorter_than_the_plan_says_are_told():
-    with pytest.raises(InvalidArgument, match="a tensor of 3 rows, fewer than the plan has records"):
+    with pytest.raises(InvalidArgument, match="a tensor of fewer rows than the plan has records"):
         take({"x": torch.ones(3, 2)}, torch.tensor([0, 3]))
 
 

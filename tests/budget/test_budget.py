@@ -300,6 +300,7 @@ RESERVED = {  # what happened before the run begins, and True if it may
     "nothing": (lambda b, p: None, False),
     "another key": (lambda b, p: b.reserve(p, dpfunc.rng.insecure_key(6), unit=UNIT), False),
     "fewer steps": (lambda b, p: b.reserve(replace(p, num_steps=3), KEY, unit=UNIT), False),
+    "a text of another run": (lambda b, p: of(b, "b").reserve(p, "a", unit=UNIT), False),
     "a text, fewer steps": (lambda b, p: b.reserve(p.ledger(3), "a", unit=UNIT), False),
     "settled": (lambda b, p: (b.reserve(p, KEY, unit=UNIT), b.settle(p.ledger())), False),
     "the key": (lambda b, p: b.reserve(p, KEY, unit=UNIT), True),
