@@ -5,7 +5,7 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 Li et al. 2022, Large Language Models Can Be Strong Differentially Private Learners, section 4.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dpfunc.engines import _numerics as numerics
-from dpfunc.engines._levels import PassResult
-from dpfunc.engines._per_sample import DeferredGrad, Kept, PerSample, PerSampleGrad, formed
+from dpfunc.engines._levels import NoRules, PassResult, outside_levels
+from dpfunc.engines._per_sample import DeferredGrad, Kept, PerSample, PerSampleGrad, Zeros, formed
 from dpfunc.errors import UnsupportedModel
 from dpfunc.types import Params
 
@@ -29,108 +29,88 @@ class SwappedParameters(Protocol):
         """The part of the weighted sum of a parameter that this process keeps; may communicate."""
 
 
-_NO_LOSSES = torch.empty(0, device="cpu")  # of the gradients of one parameter, inside of a pass
+_NONE = torch.empty(0, device="cpu")
 
 
 @dataclass
-class Measured(Kept):
-    """Norms of the gradients of one pass. A gradient that comes in one piece is dropped when it is measured.
+class Streamed(Kept):
+    """Gradients of one pass: each is measured as soon as it is whole, summed if factors are known, and dropped.
 
     As in `PerSample`, one mark is all that the host reads. Where it is set, another pass measures with care: each
     gradient has a mark of its own, and is mended while it is there.
+
+    Args:
+        together: parameters whose gradients come in several pieces, which are kept until the pass ends.
+        factors: of a second pass; None in the first. source: of parameters that a module swaps in itself.
+        squares, sq_norms: squared norms, all in one tensor and by name. enough: false where they need care.
+        unused: parameters without a gradient.
     """
 
-    together: Set[str] = frozenset()
-    careful: bool = False
+    together: Set[str] = field(kw_only=True)
+    careful: bool = field(kw_only=True)
+    factors: Mapping[str, Tensor] | None = None
+    source: SwappedParameters | None = None
     found: dict[str, numerics.Measured] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
+    squares: Tensor = _NONE
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
-    marked: set[str] = field(default_factory=set)
-
-    def single(self, name: str) -> bool:
-        """True if all of the gradient of a parameter comes from one use."""
-        return self.counts.get(name) == 1 and name not in self.together
-
-    def take(self, name: str, grad: PerSampleGrad | DeferredGrad) -> None:
-        """Measure a gradient, or keep it for the others of the same parameter."""
-        if self.single(name):
-            self._measure(name, formed(grad))
-        else:
-            super().take(name, grad)
-
-    def _measure(self, name: str, grad: PerSampleGrad) -> None:
-        if not self.careful:
-            self.found[name] = grad.measure()
-            return
-        only = PerSample(_NO_LOSSES, {name: grad})
-        self.sq_norms |= only.sq_norms()
-        self.marked |= {name} if only.is_marked else set()
-
-    def rest(self, result: PassResult) -> frozenset[str]:
-        """Measure what was kept, with the gradients by vmap and grad; names that should have been kept and were not."""
-        self.take_formed(result.rest)
-        known = self.sq_norms if self.careful else self.found
-        missed = frozenset(name for name in self.pieces if name in known)
-        for name, param in result.params.items() if not missed else ():
-            if name not in known:
-                self.unused += [] if name in self.pieces else [name]
-                self._measure(name, self.joined(name, param, len(result.losses_B)))
-        return missed
-
-    def finish(self) -> bool:
-        """Squared norms of all parameters; read the mark: true if a number needs care."""
-        if self.careful:
-            return bool(self.marked)
-        squares, enough = numerics.squares_to_clip(list(self.found.values()))
-        self.sq_norms = dict(zip(self.found, squares.reshape(len(self.found), -1).unbind(0), strict=True))
-        self.found = {}  # what the second pass needs are the squares
-        return not bool(enough.all())
-
-
-@dataclass
-class Weighted(Kept):
-    """Weighted sums of the gradients of a second pass, as it forms them."""
-
-    measured: Measured = field(kw_only=True)
-    factors: Mapping[str, Tensor] = field(kw_only=True)
-    reduced: Callable[[str, Tensor], Tensor] = field(kw_only=True)
+    enough: Tensor = _NONE
+    marked: bool = False
     sums: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, numerics.Measured] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    unused: list[str] = field(default_factory=list)
 
     def take(self, name: str, grad: PerSampleGrad | DeferredGrad) -> None:
-        """Sum a gradient, or keep it for the others of the same parameter."""
-        if self.measured.single(name) and name not in self.sums:
-            self._sum(name, formed(grad))
+        """Use a gradient, or keep it for the others of the same parameter."""
+        if self.counts.get(name) == 1 and name not in self.together and name not in self.used:
+            self._use(name, formed(grad))
         else:
             super().take(name, grad)
 
-    def rest(self, result: PassResult) -> None:
-        """Sum what was kept, with the gradients by vmap and grad."""
-        self.take_formed(result.rest)
-        for name, param in result.params.items():
-            if name in self.sums and name in self.pieces:
-                raise differs([name])
-            if name not in self.sums:
-                self._sum(name, self.joined(name, param, len(result.losses_B)))
-        if self.found:
-            squares, _ = numerics.squares_to_clip(list(self.found.values()))
-            self._compare(squares, [self.measured.sq_norms[name] for name in self.found], self.found)
-
-    def _sum(self, name: str, grad: PerSampleGrad) -> None:
-        if not self.measured.careful:
+    def _use(self, name: str, grad: PerSampleGrad) -> None:
+        self.used.add(name)
+        if isinstance(grad, Zeros):
+            self.unused.append(name)
+        only = PerSample(_NONE, {name: grad})
+        if self.careful:
+            self.sq_norms |= only.sq_norms()
+            self.marked |= only.is_marked
+        else:
             self.found[name] = grad.measure()
-            self.sums[name] = self.reduced(name, grad.weighted_sum(self.factors[name]))
-            return
-        late = name not in self.measured.marked  # as in the first pass
-        again = PerSample(_NO_LOSSES, {name: grad}, late=late)
-        self._compare(again.sq_norms()[name], [self.measured.sq_norms[name]], [name])
-        self.sums[name] = self.reduced(name, again.weighted_sum(self.factors)[name])
+        if self.factors is not None:
+            own = self.factors[name]
+            self.sums[name] = only.weighted_sum({name: own})[name] if self.careful else grad.weighted_sum(own)
+            if self.source is not None:
+                with (
+                    outside_levels(),
+                    torch._C.DisableTorchFunction(),
+                ):  # in the backward pass of a level, and of a mode
+                    self.sums[name] = self.source.reduced(name, self.sums[name])
 
-    def _compare(self, squares: Tensor, known: Sequence[Tensor], names: Collection[str]) -> None:
-        """Refuse gradients that are not those that were measured."""
-        alike = torch.isclose(squares, torch.cat(list(known)), rtol=numerics.TOLERATED, atol=0.0, equal_nan=True)
+    def finish(self, result: PassResult) -> None:
+        """Use what was kept, with the gradients by vmap and grad; squared norms of all parameters."""
+        self.take_formed(result.rest)
+        if not self.used.isdisjoint(self.pieces):
+            raise NoRules("a parameter has uses without a rule that made-up rows do not have")
+        for name, param in result.params.items():
+            if name not in self.used:
+                self._use(name, self.joined(name, param, len(result.losses_B)))
+        if self.careful:
+            self.squares = torch.cat(list(self.sq_norms.values()))
+            return
+        self.squares, self.enough = numerics.squares_to_clip(list(self.found.values()))
+        self.sq_norms = dict(zip(self.found, self.squares.reshape(len(self.found), -1).unbind(0), strict=True))
+        self.found = {}  # what the second pass needs are the squares
+
+    def is_marked(self) -> bool:
+        """Read the mark: true if a number needs care."""
+        return self.marked or not bool(self.enough.all())
+
+    def check_same(self, first: "Streamed") -> None:
+        """Refuse gradients that are not those that the first pass has measured."""
+        known = torch.cat([first.sq_norms[name] for name in self.sq_norms])
+        alike = torch.isclose(self.squares, known, rtol=numerics.TOLERATED, atol=0.0, equal_nan=True)
         if not bool(alike.all()):
-            each = zip(names, alike.reshape(len(names), -1), strict=True)
+            each = zip(self.sq_norms, alike.reshape(len(self.sq_norms), -1), strict=True)
             raise differs([name for name, own_B in each if not bool(own_B.all())])
 
 

@@ -20,10 +20,10 @@ from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, on_any_process
 from dpfunc.batches import Memo, batch_size
 from dpfunc.engines._draws import OwnDraws
-from dpfunc.engines._ghost import Ghost, Measured, SwappedParameters, Weighted, differs
+from dpfunc.engines._ghost import Ghost, Streamed, SwappedParameters, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
 from dpfunc.engines._guards.loss import joined_aux, parameters_unchanged, refuse_kept
-from dpfunc.engines._levels import Diverged, FirstRead, NeedsLoop, NoRules, PassResult, Stop, outside_levels
+from dpfunc.engines._levels import Diverged, FirstRead, NeedsLoop, PassResult, Stop
 from dpfunc.engines._numerics import exact, precision_now
 from dpfunc.engines._per_sample import Kept, PerSample
 from dpfunc.engines._row_pass import Rows, Settings, first_settings_that_work, run_pass
@@ -291,49 +291,47 @@ class VmapGrad:
                 grads = {name: kept.joined(name, param, len(result.losses_B)) for name, param in result.params.items()}
             return PerSample(result.losses_B, grads, aux=result.aux)
         # where the last batch had numbers that need care, no pass is tried without it: the results are the same
-        measured = Measured(together=calls.prepared.together, careful=self._marked.get(rows.loss_fn, False))
-        result = calls.run_pass(rows, settings, measured)
+        careful = self._marked.get(rows.loss_fn, False)
+        first = Streamed(together=calls.prepared.together, careful=careful)
+        result = calls.run_pass(rows, settings, first)
         if result.disagreed is not None:
             return result.disagreed
         with exact(result.losses_B.device), torch.no_grad():
-            if measured.rest(result):
-                raise NoRules("a parameter has uses without a rule that made-up rows do not have")
-            marked = measured.finish()
+            first.finish(result)
+            marked = first.is_marked()
         self._marked[rows.loss_fn] = on_any_process(marked)
-        if self._marked[rows.loss_fn] and not measured.careful:
+        if self._marked[rows.loss_fn] and not careful:
             calls.begin()
             return self._gradients(rows, settings, calls)
-        again = partial(self._weigh, rows, settings, measured, calls, precision_now(result.losses_B.device))
-        return Ghost(result.losses_B, measured.sq_norms, measured.unused, again, aux=result.aux)
+        again = partial(self._weigh, rows, settings, first, calls, precision_now(result.losses_B.device))
+        return Ghost(result.losses_B, first.sq_norms, first.unused, again, aux=result.aux)
 
     def _weigh(
-        self, rows: Rows, settings: Settings, measured: Measured, first: _Calls,
+        self, rows: Rows, settings: Settings, first: Streamed, before: _Calls,
         around: Callable[[], AbstractContextManager[None]], factors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
-        weighted = Weighted(measured=measured, factors=factors, reduced=self._reduced)
-        after, calls = torch.default_generator.get_state(), _Calls(rows.loss_fn, first.seed, first.prepared, first.read)
+        again = Streamed(together=first.together, careful=first.careful, factors=factors, source=self.source)
+        after, calls = (
+            torch.default_generator.get_state(),
+            _Calls(rows.loss_fn, before.seed, before.prepared, before.read),
+        )
         calls.begin()
         try:
             with parameters_unchanged(rows.params), around():
-                result = calls.run_pass(rows, settings, weighted)
+                result = calls.run_pass(rows, settings, again)
+            if result.disagreed is not None:
+                raise result.disagreed
+            with exact(result.losses_B.device), torch.no_grad():
+                again.finish(result)
         except Stop as stop:
             raise differs(rows.params) from stop
         finally:
             torch.default_generator.set_state(after)
             calls.end()
         refuse_kept(rows.loss_fn)
-        if result.disagreed is not None:
-            raise differs(rows.params)
-        with exact(result.losses_B.device), torch.no_grad():
-            weighted.rest(result)
-        return {name: weighted.sums[name] for name in rows.params}
-
-    def _reduced(self, name: str, total: Tensor) -> Tensor:
-        if self.source is None:
-            return total
-        with outside_levels(), torch._C.DisableTorchFunction():  # in the backward pass of a level, and of a mode
-            return self.source.reduced(name, total)
+        again.check_same(first)
+        return {name: again.sums[name] for name in rows.params}
 
     def _by_loop(self, every: Rows, places: Sequence[int], calls: _Calls, reason: str) -> _Part:
         torch.default_generator.set_state(calls.seed)
