@@ -32,7 +32,7 @@ def one_audit(problem: Problem) -> Callable[[], object]:
     batch, seed = (problem.inputs, problem.targets), torch.default_generator.get_state()
     per_sample = auto()(loss_fn, params, batch)
     positions, sq_norms = range(len(per_sample.losses_B)), per_sample.sq_norms()
-    credited = Credited(loss_fn, params, batch, per_sample, sq_norms, positions, seed, repeatable=True)
+    credited = Credited(loss_fn, params, batch, per_sample, sq_norms, positions, seed)
     return lambda: audit(credited, [0], Audits())
 
 

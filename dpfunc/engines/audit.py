@@ -45,7 +45,6 @@ class Credited(NamedTuple):
     sq_norms: Mapping[str, Tensor]
     positions: Sequence[int]
     seed: Tensor  # the state of torch's generator before
-    repeatable: bool  # weighted sums can be taken more than once
 
     def reference(self, row: int, params: Params | None = None) -> RowResult:
         """The second computation: a row alone, at its position, with its own random numbers and all gradients."""
@@ -58,8 +57,6 @@ class Credited(NamedTuple):
 
 def audit(rows: Credited, chosen: Sequence[int], audits: Counts) -> None:
     """Compare losses, norms and a combination of the gradients of the chosen rows with rows computed alone."""
-    if not chosen:
-        return
     try:
         problem = _problem(rows, chosen, audits)
     except (RuntimeError, ValueError, IndexError, InvalidArgument) as error:
@@ -172,7 +169,7 @@ def _compare(
             return difference
         if math.isfinite(norm):
             finite[row] = norm
-    if not rows.repeatable or not finite:
+    if not getattr(rows.per_sample, "repeatable", False) or not finite:
         return ""
     return _compare_sums(rows.per_sample, references, finite, unstable, tolerance)
 

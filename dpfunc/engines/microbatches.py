@@ -215,9 +215,8 @@ class Microbatches:
             return sums
         chosen = self.audits.choose_rows(key, microbatch, by_row)
         if chosen:
-            repeatable = getattr(found, "repeatable", False)
-            given = (self.loss_fn, params, microbatch, found, sums.sq_norms, positions)
-            audit(Credited(*given, generator, repeatable), chosen, self.audits)
+            credited = Credited(self.loss_fn, params, microbatch, found, sums.sq_norms, positions, generator)
+            audit(credited, chosen, self.audits)
         return sums
 
     def _gradients(
