@@ -19,11 +19,12 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dpfunc._utils.parts import is_dtensor
-from dpfunc._utils.validation import integer, positive, refuse, shorten, wrong_type
+from dpfunc._utils.validation import expect, integer, positive, refuse, shorten, wrong_type
 from dpfunc.batches import refuse_narrow_range
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional.refused import refuse_unsupported
 from dpfunc.hf.trainer.arguments import PrivacyArguments
+from dpfunc.rehearsal import FAILURES
 from dpfunc.rng import Key
 
 # Values that a private run follows, or with which nobody asks for anything: words in lower case, or a function.
@@ -220,6 +221,9 @@ _INSTEAD: Mapping[str, str] = {
 }
 _USELESS = "A private run does not follow it, so it would change nothing. Leave it out."
 
+# Fields of which each is read by some optimizers of `optim`, and the first by all; beside `optim_args`.
+_OF_OPTIMIZERS = ("optim", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+
 # Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask.
 _UPLOADS = (
     ("wandb", "WANDB_LOG_MODEL", "false", (*OFF, "end")),
@@ -407,6 +411,25 @@ def refuse_optimizer(optimizer: Any, params: Mapping[str, Tensor]) -> None:
             "parameters of the model that DPTrainer gets (of PEFT: after get_peft_model), or freeze the others: "
             "requires_grad_(False)."
         )
+
+
+def refuse_unread(args: Any, made: Callable[[Any], object]) -> None:
+    """Refuse fields for optimizers that change nothing in what is `made` of arguments, and parts of `optim_args`."""
+    defaults, parts = _defaults(TrainingArguments), (args.optim_args or "").replace(" ", "").split(",")
+    tries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        *(({name: getattr(args, name)}, {name: defaults[name]}) for name in _OF_OPTIMIZERS),
+        *(({"optim_args": part}, {"optim_args": f"{part.partition('=')[0]}="}) for part in parts if part),
+    ]
+    for given, other in tries:
+        try:
+            same = given != other and made(changed(args, given)) == made(changed(args, other))
+        except FAILURES:  # of one of them there is no optimizer: it is read
+            continue
+        ((name, value),) = given.items()
+        expect(
+            not same, "a field that the optimizer of the run reads", name, getattr(value, "value", value),
+            "It changes nothing there. Leave it out.",
+        )  # fmt: skip
 
 
 def recomputed(args: Any) -> dict[str, object]:

@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput, align_special_tokens
 from dpfunc import distributed
 from dpfunc._utils.files import remove, sweep
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import refuse
+from dpfunc._utils.validation import refuse, total_steps
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import ONE_RECORD, RECORD_FILE, Record
 from dpfunc.batches import batch_size
@@ -158,6 +158,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.loss_is_scaled_for_ga = False  # of the twin: a mean over samples
         if privacy.dp_enabled:
             runs.without_times(self.callback_handler.callbacks)
+            self._refuse_unread()
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`. In a private run Accelerate neither wraps the model nor shards it once more."""
@@ -217,7 +218,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _num_steps(self, num_records: int) -> int:
         given, epochs = int(self.args.max_steps), float(self.args.num_train_epochs)
-        return given if given > 0 else math.ceil(epochs * self._steps_per_epoch(num_records))
+        return given if given > 0 else total_steps(self._steps_per_epoch(num_records), 1, epochs)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected logical batch of a private run, for all processes together."""
@@ -229,6 +230,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
             params, head = runs.trainable(self.model), new_head(self.recipe.strategy, self.model)
             self.optimizer: Any = self.recipe.optimizer(params.values(), head.values())
         return super().create_optimizer(model)  # type: ignore[no-any-return]  # of Trainer
+
+    def _refuse_unread(self) -> None:
+        """Refuse settings that the optimizer does not read; nobody knows what another `create_optimizer` reads."""
+        if self.recipe is not None or type(self).create_optimizer is not DPTrainer.create_optimizer:
+            return
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        made = partial(self.get_optimizer_cls_and_kwargs, model=self.model)
+        settings.refuse_unread(self.args, (lambda args: given) if given else made)
 
     # Training
 

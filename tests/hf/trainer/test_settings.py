@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,6 +157,42 @@ def test_arguments_that_break_privacy_are_refused(tmp_path):
     ] + SIZES:
         with pytest.raises(InvalidArgument, match=message):
             trainer_of(changed(args, {name: value}), model)
+
+
+SGD = {"optim": "sgd"}
+UNREAD = [  # arguments, optimizer of the script, the one that has no effect
+    ({"optim_target_modules": ["q_lin"]}, None, "optim_target_modules=['q_lin']"),
+    ({"optim_args": "momentum=0.9"}, None, "optim_args='momentum=0.9'"),
+    ({**SGD, "optim_args": "momentum=0.9, nesterow=true"}, None, "optim_args='nesterow=true'"),
+    ({**SGD, "adam_beta1": 0.5}, None, "adam_beta1=0.5"), ({**SGD, "adam_epsilon": 0.1}, None, "adam_epsilon=0.1"),
+    (SGD, torch.optim.SGD, "optim='sgd'"), ({"adam_beta2": 0.9}, torch.optim.SGD, "adam_beta2=0.9"),
+    ({**SGD, "optim_args": "momentum=0.9,nesterov=true"}, None, None), ({"optim": "adagrad", "optim_args": "eps=1e-10"}, None, None),
+    ({"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.1}, None, None), ({"optim": "adamw_torch"}, None, None),
+    ({"optim": "galore_adamw", "optim_args": "rank=2", "optim_target_modules": ["q_lin"]}, None, None),  # not installed
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "own", "unread"), UNREAD, ids=[str(case[0]) for case in UNREAD])
+def test_a_setting_of_another_optimizer_is_refused(tmp_path, values, own, unread):
+    """It had no effect; so had any beside an optimizer of the script's own."""
+    model = classifier()
+    optimizers = (None if own is None else own(model.parameters(), lr=0.1), None)
+    free = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    args = changed(training_arguments(tmp_path), {**free, **values})
+    expected = (
+        nullcontext()
+        if unread is None
+        else pytest.raises(InvalidArgument, match=rf"the run reads, got {re.escape(unread)}\.")
+    )
+    with expected:
+        DPTrainer(model, args, privacy=PRIVACY, train_dataset=labelled(), optimizers=optimizers)
+
+
+def test_epochs_are_steps_by_the_exact_rule(tmp_path):
+    """0.07 * 100 is 7.000000000000001 in float64: that was one step more."""
+    privacy = dataclasses.replace(PRIVACY, dp_dataset_size=1200, dp_delta=1e-4)
+    args = training_arguments(tmp_path, num_train_epochs=0.07)
+    assert DPTrainer(classifier(), args, privacy=privacy, train_dataset=labelled()).plan.num_steps == 7
 
 
 @dataclasses.dataclass
