@@ -95,7 +95,7 @@ _ONLY: dict[tuple[str, str], tuple[str, ...]] = {  # keys that some tasks alone 
                      ("training", "gradient_checkpointing"))},
     ("model", "new_tokens"): tuple(task for task in TASKS if task not in ("vqa", *FEATURES)),
     ("model", "hidden"): FEATURES,
-    **{("lora", key): tuple(task for task in TASKS if task != "vqa")
+    **{("lora", key): tuple(task for task in TASKS if task not in ("vqa", *FEATURES))
        for key in ("dropout", "top_layers", "rslora", "method", "modules_to_save")},
     ("data", "labels"): CLASSIFIES,
     ("data", "text_column"): (*PAIRS, "token_classification", "causal_lm", "seq2seq"),

@@ -196,8 +196,8 @@ EFFECTS = {
 }  # fmt: skip
 
 
-def accepted(task, *changes):
-    """True if a small job of the task, with these changes of its sections, is taken."""
+def refusal(task, *changes):
+    """What is said of a small job of the task with these changes of its sections; nothing if it is taken."""
     values = {
         "task": task, "output_dir": "run", "strategy": "full" if task in FEATURES else "lora",
         "model": {"path": "m"} if task in WORDS else {}, "data": {"train": "t"}, "privacy": dict(VALUES["privacy"]),
@@ -212,9 +212,9 @@ def accepted(task, *changes):
             values[section] = {**values.get(section, {}), **keys}
     try:
         job_from_dict(values)
-    except InvalidArgument:
-        return False
-    return True
+    except InvalidArgument as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -225,13 +225,15 @@ def test_a_key_is_taken_where_it_has_an_effect_and_nowhere_else(task):
         for name, section in SECTIONS.items()
         if name != "privacy"
     }
-    assert accepted(task)
+    assert refusal(task) == ""
     wrong = []
     for section, keys in EFFECTS.items():
         for key, (tasks, value, *beside) in keys.items():
             needs = beside[0].get(task, {}) if beside else {}
-            if accepted(task, needs, {section: {key: value}}) != (task in tasks):
-                wrong.append(f"{section}.{key}")
+            said = refusal(task, needs, {section: {key: value}})
+            _, _, named = said.removesuffix(f" only, got task='{task}'.").partition(f"{section}.{key} with task ")
+            if (said == "") != (task in tasks) or (named and {*named.split(" or ")} != {*tasks}):
+                wrong.append(f"{section}.{key}: {said}")
     assert not wrong
 
 
