@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from einops import rearrange
@@ -143,11 +143,10 @@ def with_facts(forward: AnyForward) -> Caller:
     return forward if isinstance(forward, Caller) else Caller(forward, facts_of(forward))
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: Any) -> nn.Module:
     """The model of Transformers inside of a PEFT model; any other model as it is."""
-    inside = getattr(model, "get_base_model", None)
-    found = inside() if callable(inside) and hasattr(model, "peft_config") else model
-    return found if isinstance(found, nn.Module) else model
+    adapted = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return cast(nn.Module, model.get_base_model() if adapted else model)
 
 
 @contextmanager

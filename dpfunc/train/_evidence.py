@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,12 +76,10 @@ class _Watched(DPTrainer):
         })  # fmt: skip
         watch.join(self)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan of the run, as it is watched."""
-        if self._plan is None:
-            self._plan = self._watch.plan(super().plan)
-        return self._plan
+        return self._watch.plan(super().plan)
 
     def _begin(self, start: runs.Start) -> runs.Run:
         return self._watch.begin(super()._begin(start))

@@ -107,7 +107,7 @@ def with_recipe(
 
 def short_way(trainer: Any) -> str | None:
     """Advice, with a rate that helps, for a run of Adam whose sum of rates, which bounds its way, is too small."""
-    privacy, plan, args = trainer.privacy, trainer._plan, trainer.args
+    privacy, plan, args = trainer.privacy, vars(trainer).get("plan"), trainer.args
     if plan is None or privacy.dp_epsilon is None or trainer.optimizer is not None:
         return None
     params = trainable(trainer.model)

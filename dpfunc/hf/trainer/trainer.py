@@ -136,7 +136,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         self._loss, self._given_key, self._earlier, self._data_name, self._unit = loss, key, ledger, data_name, unit
         self._start: runs.Start | None = None
         self._run: runs.Run | None = None
-        self._plan: Plan | None = None
         self._twin: Callable[[Mapping[str, Any]], Tensor] | None = None
         self._warn_at, self._warned_of_one_class = math.inf, False
         self._told: list[Any] = []  # telemetry since the last line of the log
@@ -186,14 +185,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]  # has no types
         """The task of single records, also where people are trained on: theirs are evaluated one by one."""
         return getattr(self._task, "sample_loss", self._task)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan of the run; found once, before training."""
-        if self._plan is None:
-            n = self.privacy.public_size(check_readable(self.train_dataset, "train_dataset"))
-            plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
-            self._plan = replace(plan, spent=None)  # a run begins with the ledger below; a resumed one has its own
-        return self._plan
+        n = self.privacy.public_size(check_readable(self.train_dataset, "train_dataset"))
+        plan = self.privacy.plan(n, self.logical_batch_size, self._num_steps(n), self._earlier)
+        return replace(plan, spent=None)  # a run begins with the ledger below; a resumed one has its own
 
     @property
     def _folder(self) -> Path:
