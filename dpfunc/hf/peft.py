@@ -62,8 +62,8 @@ def trainable(peft_model: nn.Module, *, initialized_on_public_data: bool = False
     names = tuple(at for at, value in peft_model.named_parameters() if value.requires_grad and id(value) not in asleep)
     if not names:
         raise InvalidArgument(
-            f"Expected at least one trainable parameter, got none in {shorten(list(active))}. It was loaded or frozen "
-            "for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
+            f"Expected at least one trainable parameter, got none in the adapters {list(active)}. They were loaded or "
+            "frozen for inference: PeftModel.from_pretrained(..., is_trainable=True), or peft_model.set_adapter(...)."
         )
     fixed = [
         at for at, p in peft_model.named_parameters()
@@ -138,9 +138,7 @@ def _active(peft_model: nn.Module) -> dict[str, Any]:
         raise InvalidArgument(
             f"Expected a PEFT model, got {type(peft_model).__name__}. Call peft.get_peft_model(model, config) before."
         )
-    active: Any = getattr(peft_model, "active_adapters", [])
-    if not len(active):
-        raise InvalidArgument("Expected an active adapter, got none. Call peft_model.set_adapter(name).")
+    active: Any = peft_model.active_adapters
     return {name: configs[name] for name in active}
 
 

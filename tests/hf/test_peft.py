@@ -208,6 +208,9 @@ REFUSED = {
     "frozen": (
         lambda: changed(lambda model: model.requires_grad_(False)), InvalidArgument, "is_trainable=True",
     ),
+    "none is active": (
+        lambda: changed(lambda model: model.base_model.set_adapter([])), InvalidArgument, r"none in .* \[\].*set_adapter",
+    ),
     "merged": (lambda: changed(lambda model: model.merge_adapter()), UnsupportedModel, "unmerge_adapter"),
     "switched off": (
         lambda: changed(lambda model: model.base_model.disable_adapter_layers()),
