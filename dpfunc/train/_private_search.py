@@ -30,6 +30,7 @@ from dpfunc.train.run import check_job
 
 _SECRET_FOLDER = "search"  # in output_dir, as long as a private search is under way: as secret as the data
 _STATE = "state.json"
+_ALL_FAILED = "all runs failed. Why is private: a record may decide it. A search on public records (--public) shows it"
 # Result of a private search, released: its record, and why there is no model, if there is none.
 Outcome = tuple[SelectionRecord, str | None]
 
@@ -43,7 +44,6 @@ class _State:
     slot: str | None = None
     candidate: int | None = None
     score: float | None = None
-    failure: str | None = None  # of the first run that failed
     settings: dict[str, str] | None = None  # `record.SETTINGS` of the runs so far, which they have in common
 
 
@@ -162,10 +162,10 @@ def _after_a_run(search: PrivateSearch, secret: Path, state: _State) -> _State:
         value = evaluate(candidate, secret / slot, fold_in(key, "training"))
     except (NotWritten, OSError, ImportError):  # no fault of the run: the search goes on from here
         raise
-    except FAILURES as error:
-        # A run that fails counts as the worst: without it the number of runs would depend on the data. Its message may
-        # quote a record.
-        return replace(state, done=done, failure=state.failure or f"{type(error).__name__} in a run")
+    except FAILURES:
+        # A run that fails counts as the worst: without it the number of runs would depend on the data. Neither its
+        # message nor its type is told: a record may decide both.
+        return replace(state, done=done)
     noisy_score = noisy(value, search.score_noise, fold_in(key, "score"))
     state = replace(state, done=done, settings=_settings(secret / slot, candidate.plan.ledger(), state.settings))
     if state.score is not None and noisy_score <= state.score:
@@ -225,7 +225,8 @@ def _finished(secret: Path, state: _State, released: SelectionRecord) -> Outcome
         if path.is_dir():
             shutil.rmtree(path)
     shutil.rmtree(secret)
-    return released, None if state.candidate is not None else state.failure or "no run was drawn"
+    reason = _ALL_FAILED if state.done else "no run was drawn"
+    return released, reason if state.candidate is None else None
 
 
 def _about(search: PrivateSearch) -> dict[str, Any]:

@@ -353,14 +353,17 @@ def test_a_full_disk_is_no_run_that_fails(search, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("runs", "why"), [(RUNS, "FloatingPointError in a run"), (RunCount(1.0, math.inf), "no run was drawn")]
+    ("runs", "why"), [(RUNS, "all runs failed. Why is private"), (RunCount(1.0, math.inf), "no run was drawn")]
 )
 def test_no_run_is_released(search, monkeypatch, runs, why):
+    """Of errors nothing is told, nor their type: a record may decide it."""
     MadeUpRuns(monkeypatch, failing=range(100))
     own = dataclasses.replace(search, runs=runs)
     seed = 2104 if runs is RUNS else next(seed for seed in range(3000, 3100) if not runs_of(seed, own))
     record, nothing = run_search(own, insecure_seed=seed)
-    assert (record.chosen, nothing) == (None, why)
+    assert record.chosen is None
+    assert nothing.startswith(why)
+    assert "Error" not in nothing
     assert files(search) == ["privacy_accounting.json"]
 
 
