@@ -4,18 +4,20 @@ May import: its folder, budget, evidence, rehearsal, release and below. Privacy 
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, Self
 
 from dpfunc._utils.validation import (
     boolean,
+    checked,
+    count,
     fail,
-    integer,
     named,
     one_of,
     open_unit,
+    optional,
     positive,
     probability,
     refuse,
@@ -31,19 +33,6 @@ from dpfunc.recipes import STRATEGIES
 from dpfunc.sampling import Poisson, Sampler, Shuffled
 from dpfunc.types import ADJACENCIES, Adjacency, ClipRule
 from dpfunc.updates.averages import Average, average_of
-
-# Of each argument, where it is given.
-_DOMAINS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), positive),
-    "dp_delta": open_unit,
-    "dp_warn_at": probability,
-    **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size", "dp_views"), partial(integer, minimum=1)),
-    "dp_engine": partial(one_of, allowed=ENGINES),
-    "dp_accountant": partial(one_of, allowed=ACCOUNTANTS, hint="The GDP approximation under-reports: no budget."),
-    "dp_clip": partial(one_of, allowed=("flat", "automatic", "adaptive")),
-    "dp_adjacency": partial(one_of, allowed=ADJACENCIES),
-    "dp_recipe": partial(one_of, allowed=STRATEGIES),
-}
 
 _HIGHEST = {"loss": "10", "accuracy": "1", "clipped": "1"}  # values of statistics, where none is given
 
@@ -64,6 +53,20 @@ def _option(default: object, text: str) -> Any:
 
 @named
 @dataclass(frozen=True)
+@checked({
+    **dict.fromkeys(("dp_enabled", "dp_poisson_sampling", "dp_secure_mode"), boolean),
+    **dict.fromkeys(("dp_dry_run", "dp_allow_large_delta", "dp_log_unreleased"), boolean),
+    **dict.fromkeys(("dp_epsilon", "dp_max_grad_norm", "dp_noise_multiplier", "dp_max_epsilon"), optional(positive)),
+    "dp_delta": optional(open_unit),
+    "dp_warn_at": probability,
+    **dict.fromkeys(("dp_physical_batch_size", "dp_dataset_size"), optional(count)),
+    "dp_views": count,
+    "dp_engine": partial(one_of, allowed=ENGINES),
+    "dp_accountant": partial(one_of, allowed=ACCOUNTANTS, hint="The GDP approximation under-reports: no budget."),
+    "dp_clip": optional(partial(one_of, allowed=("flat", "automatic", "adaptive"))),
+    "dp_adjacency": optional(partial(one_of, allowed=ADJACENCIES)),
+    "dp_recipe": optional(partial(one_of, allowed=STRATEGIES)),
+})  # fmt: skip
 class PrivacyArguments:
     """Privacy settings of a training script. `HfArgumentParser` makes flags of it, e.g. `--dp_epsilon 8`.
 
@@ -128,12 +131,6 @@ class PrivacyArguments:
     )
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(option.default, bool):
-                boolean(option.name, value)
-            elif option.name in _DOMAINS and value is not None:
-                _DOMAINS[option.name](option.name, value)
         self.telemetry()
         self.average(2**62)
         private, given = self.dp_enabled, "neither" if self.dp_epsilon is None else "both"
