@@ -143,6 +143,8 @@ def _active(peft_model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
+    from peft.tuners.shira.mask_functions import random_mask
+
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     start = getattr(config, "init_lora_weights", True)
     refuse(
@@ -163,16 +165,10 @@ def _refuse_methods(config: Any, initialized_on_public_data: bool) -> None:
         (start in _LOOK_AT_DATA and not initialized_on_public_data,
          f"Expected an adapter whose initial value depends on no private data, got init_lora_weights={start!r}. "
          "If it was computed from public data, say initialized_on_public_data=True."),
-        (kind == "SHIRA" and not _random_mask(config) and not initialized_on_public_data,
+        (kind == "SHIRA" and config.mask_fn is not random_mask and not initialized_on_public_data,
          "Expected SHiRA with the random mask of PEFT, got a mask_fn of your own. The places that it chooses are saved "
          "as they are, without noise. If they follow from no private data, say initialized_on_public_data=True."),
     )  # fmt: skip
-
-
-def _random_mask(config: Any) -> bool:
-    from peft.tuners.shira.mask_functions import random_mask
-
-    return config.mask_fn is random_mask
 
 
 @torch.no_grad()
