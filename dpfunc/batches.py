@@ -106,9 +106,10 @@ def _refuse(batch: Batch) -> NoReturn:
         if leaf.ndim == 0:
             raise InvalidArgument(f"Expected axis 0 of {name} to be the samples, got a 0-dimensional tensor. {_ROWS}")
         sizes[name] = leaf.shape[0]
-    listed = shorten([f"{name} has {size}" for name, size in sizes.items()])
+    (first, size), *_ = sizes.items()  # numbers of samples are private: the names alone are told
     raise InvalidArgument(
-        f"Expected the same number of samples on axis 0 of all leaves of the batch: {listed}. Where a processor puts "
+        "Expected the same number of samples on axis 0 of all leaves of the batch, got another one than that of "
+        f"{first} in {shorten([name for name, other in sizes.items() if other != size])}. Where a processor puts "
         "the images of all samples into one tensor, give each sample rows of its own, as image_text_collator does."
     )
 

@@ -92,7 +92,8 @@ def release_counts(
     sides = torch.tensor([integer("shape", side, minimum=1) for side in shape])
     expect(
         cells.ndim == 2 and cells.shape[1] == len(sides) and not cells.is_floating_point(),
-        f"whole numbers of shape (n, {len(sides)}), a place in the table for each record", "cells", tuple(cells.shape),
+        f"whole numbers of shape (n, {len(sides)}), a place in the table for each record", "cells",
+        f"{cells.dtype}, of shape {tuple(cells.shape[1:])} for a record",
     )  # fmt: skip
     places = cells.long().cpu()
     if bool(((places < 0) | (places >= sides)).any()):

@@ -144,7 +144,9 @@ def audit_loop(
     integer("steps", steps, minimum=1)
     n = dp_step.plan.sampler.dataset_size
     if planted.records is not None and batch_size(data) != n:
-        raise fail(f"data of {n} records, the plan's dataset_size, before canaries are added", "data", batch_size(data))
+        raise InvalidArgument(
+            f"Expected data of {n} records, the plan's dataset_size, before canaries are added, got another number."
+        )
     plan = planted_plan(dp_step.plan, planted)
     own: Any = PlantedStep(**settings_of(dp_step) | {"plan": plan, "journal": None}, planted=planted)
     if planted.records is not None:

@@ -84,6 +84,12 @@ def test_an_honest_loop_is_not_refuted_and_one_without_noise_is(tmp_path, form, 
     assert found.exceeds, found
 
 
+def test_other_records_than_those_of_the_plan_are_refused_without_their_number(tmp_path):
+    own = script(tmp_path, LOOP + IN_DATA)
+    with pytest.raises(InvalidArgument, match=r"data of 60 records, .*, got another number\."):
+        audited(dataclasses.replace(own, data=own.data[:57]), 1)
+
+
 def test_a_number_of_canaries_that_a_file_has_itself_is_refused(tmp_path):
     """It had no effect."""
     script(tmp_path, LOOP + IN_DATA)
