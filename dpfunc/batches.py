@@ -266,11 +266,21 @@ def signature(batch: Batch) -> tuple[object, ...]:
     return tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree_leaves(batch))
 
 
+class ByLoss(WeakIdKeyDictionary):
+    """Entries of losses, which end with them. A copy of an engine, also by a pickle, begins without any."""
+
+    def __reduce__(self) -> tuple[type["ByLoss"], tuple[()]]:
+        return ByLoss, ()
+
+    def __deepcopy__(self, memo: object) -> "ByLoss":
+        return ByLoss()
+
+
 @dataclass(frozen=True)
 class Memo(Generic[_Found]):
     """A cache of values that follow from a loss and public facts. An entry ends with its loss, and changes nothing."""
 
-    _found: MutableMapping[LossFn, dict[object, _Found]] = field(default_factory=WeakIdKeyDictionary)
+    _found: MutableMapping[LossFn, dict[object, _Found]] = field(default_factory=ByLoss)
 
     def __call__(self, make: Callable[[], _Found], loss_fn: LossFn, params: Params, batch: Batch) -> _Found:
         """Return the entry for these names, shapes, dtypes and devices; `make` computes it at the first call."""

@@ -17,11 +17,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep
-from dpfunc.batches import batch_size, tree_leaves
+from dpfunc.batches import ByLoss, batch_size, tree_leaves
 from dpfunc.engines._guards.kept_state import Reached, quick_state
 from dpfunc.engines._guards.loss import refuse_kept
 from dpfunc.engines._levels import PassResult, Stop
@@ -161,10 +160,6 @@ class _Known:
     rest: _Shape = field(default_factory=_Shape)
     last: _Shape | None = None
 
-    def __reduce__(self) -> tuple[type["_Known"], tuple[()]]:
-        """A copy of an engine knows nothing: what the loss reaches may be copied, too, or not."""
-        return _Known, ()
-
     def shape(self, given: _Pass) -> _Shape:
         """Return the decisions about passes of this layout; drop those of all, if the loss reaches other values now."""
         if self.shapes and (changed := self.reached.changed(given.loss_fn)):
@@ -253,7 +248,7 @@ class CapturedGrad:
     """Engine that `captured` returns."""
 
     inner: VmapGrad = field(default_factory=VmapGrad, repr=False, compare=False)
-    _known: MutableMapping[LossFn, _Known] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _known: MutableMapping[LossFn, _Known] = field(default_factory=ByLoss, repr=False, compare=False)
     fixed_rows: ClassVar[bool] = True
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:

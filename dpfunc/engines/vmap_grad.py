@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfunc._utils.memory import refuse_out_of_memory
 from dpfunc._utils.processes import in_lockstep, on_any_process
-from dpfunc.batches import Memo, batch_size
+from dpfunc.batches import ByLoss, Memo, batch_size
 from dpfunc.engines._draws import OwnDraws
 from dpfunc.engines._ghost import Ghost, Streamed, SwappedParameters, differs
 from dpfunc.engines._guards.kept_state import note_changed, python_state
@@ -167,8 +166,8 @@ class VmapGrad:
     on_pass: Callable[[PassResult], None] | None = field(default=None, repr=False, compare=False)
     draws: Callable[[Sequence[int], Tensor], OwnDraws] = field(default=OwnDraws, repr=False, compare=False)
     _prepared: Memo[PreparedLoss] = field(default_factory=Memo, repr=False, compare=False)
-    _decisions: MutableMapping[LossFn, Decision] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
-    _marked: MutableMapping[LossFn, bool] = field(default_factory=WeakIdKeyDictionary, repr=False, compare=False)
+    _decisions: MutableMapping[LossFn, Decision] = field(default_factory=ByLoss, repr=False, compare=False)
+    _marked: MutableMapping[LossFn, bool] = field(default_factory=ByLoss, repr=False, compare=False)
 
     def prepare(self, loss_fn: LossFn, params: Params, batch: Batch) -> PreparedLoss:
         """Prepare the loss for rows of this shape, or return what was prepared before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import pickle
 import random
 import weakref
 from array import array
@@ -23,6 +24,7 @@ from dpfunc import clipping, sampling
 from dpfunc.clipped import make_clipped_grad
 from dpfunc.engines import _recording, auto, captured
 from dpfunc.engines._draws import OwnDraws
+from dpfunc.engines.by_name import ENGINES, engine_of
 from dpfunc.engines.capture import Replayed
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.rng import insecure_key, torch_seed
@@ -470,8 +472,16 @@ def test_aux_is_not_the_memory_of_the_batch():
     assert torch.equal(rows[0], ROWS[0])
 
 
-def test_a_copy_of_an_engine_begins_anew():
-    engine = copy.deepcopy(replaying())
+def pickled(engine):
+    return pickle.loads(pickle.dumps(engine))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_an_engine_begins_anew(copied):
+    """A pickle of an engine, of whatever name, was an error about a function inside of torch."""
+    for name in ENGINES:
+        assert copied(engine_of(name)) == engine_of(name)
+    engine = copied(replaying())
     assert same(results(engine, linear, PARAMS, ROWS), results(auto(), linear, PARAMS, ROWS))
     assert not note(engine, linear).endswith("replayed")
 
