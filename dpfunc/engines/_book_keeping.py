@@ -18,7 +18,7 @@ from dpfunc.engines._levels import Handler, Node, NoRules, OutsideTransforms, Pa
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import DeferredGrad, Dense
 from dpfunc.engines._rules import REGISTERED, RULES
-from dpfunc.engines._rules.table import MATMULS, Bound, Form, ParameterUse, Rule, of_products
+from dpfunc.engines._rules.table import LEFT, MATMULS, Bound, Form, ParameterUse, Rule, of_products
 
 
 def credit_use(owner: Pass, use: ParameterUse, grad: Tensor, tensors: Mapping[str, Any]) -> None:
@@ -72,7 +72,8 @@ class _Call:
         """Per-sample gradients of the parameters of this call, by the rule."""
         use = self._use(grad_B.shape, None if x is None else x.shape)
         needed = {n for argument in use.wanted for n in self.rule.needs[argument]}
-        credit_use(self.owner, use, grad_B, {n: x if n == self.form.input else self.bound[n] for n in needed})
+        given = {**self.bound, self.form.input: x, LEFT: self.left}
+        credit_use(self.owner, use, grad_B, {name: given[name] for name in needed})
 
     def _use(self, output: torch.Size, given: torch.Size | None) -> ParameterUse:
         """The use, which is the same in each step with the same shapes."""

@@ -32,6 +32,9 @@ Takes = Callable[[Any, Bound], bool]
 REQUIRED = object()
 """Default of an argument that has none."""
 
+LEFT = "left"
+"""Name, among the arguments that `grads` needs, of what `Form.run` gives beside the result."""
+
 
 @dataclass(frozen=True)
 class ParameterUse:
@@ -83,8 +86,8 @@ class Form:
     `input_grad` and the rule's `grads` see all rows, merged into the first axis: (B * m, ...) for m images of a row.
 
     Args:
-        run: of the arguments, into which it may write; the result, and what `input_grad` gets of it, which is None for
-            inputs of whole numbers.
+        run: of the arguments, into which it may write; the result, and what `input_grad` gets of it, after `grads` if
+            it needs LEFT. `input_grad` is None for inputs of whole numbers.
         takes: argument -> true for the values that the rule covers, from the value and all arguments; an argument that
             has no entry must have its default. Other calls take vmap(grad).
         images: axes of the input without that of images, where the kernel has one; None where it takes any axes before
