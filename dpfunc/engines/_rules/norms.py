@@ -5,7 +5,6 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,38 +39,29 @@ def _layer_norm(
     return {name: Dense(over_positions(use.positions(values[name], len(normalized_shape)))) for name in use.wanted}
 
 
-@dataclass
-class _OfGroups:
-    """What a norm over groups leaves: mean and inverse deviation of each; the input's gradient, once it is known."""
-
-    mean: Tensor
-    rstd: Tensor
-    input_grad: Tensor | None = None
-
-
 def _group_norm(
-    use: ParameterUse, grad: Tensor, input: Tensor, num_groups: int, eps: float, weight: Tensor, left: _OfGroups,
+    use: ParameterUse, grad: Tensor, input: Tensor, num_groups: int, eps: float, weight: Tensor, left: list[Tensor],
     **_: Any,
 ) -> Grads:  # fmt: skip
-    """Gradients of weight and bias of a norm over groups of channels; that of its input by the same operation.
+    """Gradients of weight and bias of a norm over groups of channels.
 
-    The channels of all samples are those of one sample there, so that torch adds up none of their gradients.
+    The same operation gives the gradient of its input, which is left there with mean and inverse deviation. The
+    channels of all samples are those of one sample for it, so that torch adds up no gradients of two samples.
     """
     rows, channels, positions = *grad.shape[:2], math.prod(grad.shape[2:])
     g_NCT = to_accumulation_dtype(grad).reshape(rows, channels, positions).contiguous()
     if "weight" not in use.wanted or not grad.numel():
         return {name: Dense(use.split(g_NCT.sum(2)).sum(1)) for name in use.wanted}
-    x_NCT, mean, rstd = to_accumulation_dtype(input).reshape(g_NCT.shape).contiguous(), left.mean, left.rstd
-    same = input.dtype == grad.dtype == mean.dtype == g_NCT.dtype
-    if not same:  # statistics have the digits of the sums
-        norm = torch.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)
-        mean, rstd = norm[1:]
+    x_NCT, statistics = to_accumulation_dtype(input).reshape(g_NCT.shape).contiguous(), left[:2]
+    same = input.dtype == grad.dtype == left[0].dtype == g_NCT.dtype
+    if not same:  # statistics with the digits of sums
+        statistics = torch.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)[1:]
     sizes = (1, rows * channels, positions, rows * num_groups)
     input_grad, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(
-        *(g_NCT.reshape(sizes[:3]), x_NCT.reshape(sizes[:3]), mean.reshape(1, -1), rstd.reshape(1, -1)),
+        *(g_NCT.reshape(sizes[:3]), x_NCT.reshape(sizes[:3]), *(value.reshape(1, -1) for value in statistics)),
         *(weight.to(g_NCT.dtype).repeat(rows), *sizes, [same, True, True]),
     )
-    left.input_grad = input_grad if same else None
+    left[2:] = [input_grad] if same else []
     summed = {"weight": of_weight, "bias": of_bias}
     return {name: Dense(use.split(summed[name].reshape(rows, channels)).sum(1)) for name in use.wanted}
 
@@ -98,17 +88,15 @@ def _run_group_norm(bound: Bound) -> tuple[Tensor, Any]:
     out, *statistics = torch.native_group_norm(
         bound["input"], bound["weight"], bound["bias"], *_sizes(bound), bound["eps"]
     )
-    return out, _OfGroups(*statistics)
+    return out, statistics
 
 
-def _group_norm_input(bound: Bound, grad: Tensor, left: _OfGroups) -> Tensor:
-    found = left.input_grad
-    left.input_grad = None
-    if found is None:
-        found = torch.ops.aten.native_group_norm_backward(
-            *(grad.contiguous(), bound["input"].contiguous(), left.mean, left.rstd, bound["weight"]),
-            *(*_sizes(bound), [True, False, False]),
-        )[0]
+def _group_norm_input(bound: Bound, grad: Tensor, left: list[Tensor]) -> Tensor:
+    if left[2:]:
+        return left.pop()
+    found: Tensor = torch.ops.aten.native_group_norm_backward(
+        grad.contiguous(), bound["input"].contiguous(), *left, bound["weight"], *_sizes(bound), [True, False, False]
+    )[0]
     return found
 
 
