@@ -15,7 +15,7 @@ from dpfunc._utils.validation import shorten, warn
 from dpfunc.errors import InvalidArgument, RunWarning, UnsupportedModel
 from dpfunc.functional import fsdp
 from dpfunc.functional.copies import copied, uncopied
-from dpfunc.functional.forward import Forward, check_params, owners
+from dpfunc.functional.forward import Forward, check_params, owners, parts_of
 from dpfunc.functional.names import select, storage_places
 from dpfunc.functional.refused import refuse_unsupported
 from dpfunc.types import Params
@@ -138,7 +138,7 @@ def function_of(module: nn.Module, trainable: str | Sequence[str] | None = None)
         own,
         {name: param.detach() for name, param in others.items()},
         {name: buffer.detach().clone() for name, buffer in buffers.items()},
-        [*module.modules()],
+        parts_of(module),
         owners(module, own),
         tuple(0.0 if p.is_meta or not local(p).numel() else float(local(p).flatten()[0]) for p in params.values()),
     ), params)  # fmt: skip
