@@ -177,7 +177,7 @@ class Forward:
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """`[*module.modules()]`, without generators in generators, which take milliseconds in a model of a thousand parts."""
+    """`[*module.modules()]`, without generators in generators, which take milliseconds where there are many parts."""
     found, waiting = dict[nn.Module, None](), [module]
     while waiting:
         part = waiting.pop()

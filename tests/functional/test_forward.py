@@ -20,6 +20,7 @@ from dpfunc import engines
 from dpfunc.clipping import Flat
 from dpfunc.errors import InvalidArgument, UnsupportedModel
 from dpfunc.functional import functionalize, with_params
+from dpfunc.functional.forward import parts_of
 from dpfunc.state import allow_repeat
 
 
@@ -309,6 +310,16 @@ def test_parts_that_are_compiled_run_without_compilation(engine, kind):
         module.body = torch.compile(module.body, backend="eager", fullgraph=kind != "a part")
     found = clipped_sums(module, engine)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_parts_are_those_of_torch():
+    """In its order, shared ones once, with empty places and circles."""
+    shared, circle = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    circle[0].outside = nn.ModuleList([circle[1], shared])
+    module = nn.ModuleDict({"a": shared, "b": nn.Sequential(circle, nn.ModuleList([shared, circle])), "c": tiny_bert()})
+    module.register_module("empty", None)
+    circle[1].itself = circle
+    assert parts_of(module) == [*module.modules()]
 
 
 @pytest.mark.parametrize("function", [functionalize, lambda module: with_params(module, {})])
