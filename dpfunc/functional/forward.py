@@ -54,7 +54,7 @@ def check_params(params: Params, shapes: Mapping[str, torch.Size]) -> None:
 
 
 Owners = Mapping[str, tuple[nn.Module, str]]
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _HOLDS = (dict, list, defaultdict, OrderedDict)
 _NO_PLACE = (nn.Module, Tensor, type, ModuleType, FunctionType)
 _LIBRARIES = ("torch", "deepspeed", "accelerate")  # what they keep for a module is theirs, e.g. of fully_shard
@@ -211,34 +211,41 @@ def _nothing_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for holder, held in before:
-            listed = isinstance(holder, list)
-            now, then = (each if listed else each.values() for each in (holder, held))
+            now, then = _values(holder), _values(held)
             if len(now) == len(then) and all(map(operator.is_, now, then)):  # quick: nearly no part has changed
                 continue
             same = {id(value) for value in then}
             if any(type(value) not in _PLAIN and id(value) not in same for value in now):
                 holder.clear()
-                (holder.extend if listed else holder.update)(held)
+                (holder.extend if isinstance(holder, list) else holder.update)(held)
+
+
+def _values(holder: Any) -> Any:
+    """What a list or dictionary holds."""
+    return holder if isinstance(holder, list) else holder.values()
 
 
 def _holders(attributes: dict[str, Any], known: set[int]) -> list[Any]:
     """The attributes of a part, and the dictionaries, lists and objects among them, and in these; each once."""
     found: list[Any] = [attributes, attributes["_buffers"]]
-    todo = [_place(v) for name, v in attributes.items() if name not in OF_TORCH and type(v) not in _PLAIN]
-    for place in todo:
-        small = place is not None and len(place) <= _MOST_HELD and len(found) < _MOST_PLACES
-        if small and id(place) not in known:
-            known.add(id(place))
-            found.append(place)
-            todo += map(_place, place.values() if isinstance(place, dict) else place)
+    todo = [v for name, v in attributes.items() if name not in OF_TORCH]
+    for value in todo:
+        place = None if type(value) in _PLAIN else _place(value)
+        if place is None or id(place) in known or len(place) > _MOST_HELD or len(found) >= _MOST_PLACES:
+            continue
+        known.add(id(place))
+        found.append(place)
+        todo += _values(place)
     return found
 
 
 def _place(value: Any) -> Any:
     """A list or dictionary, or the attributes of an object, which a pass can put a tensor into; else None."""
-    own = value if type(value) in _HOLDS else getattr(value, "__dict__", None)
+    if type(value) in _HOLDS:
+        return value
+    own = getattr(value, "__dict__", None)
     theirs = isinstance(value, _NO_PLACE) or type(value).__module__.partition(".")[0] in _LIBRARIES
-    return None if theirs or not isinstance(own, dict | list) else own
+    return None if theirs or not isinstance(own, dict) else own
 
 
 def _refuse_replaced(before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:

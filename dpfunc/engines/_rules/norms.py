@@ -52,7 +52,8 @@ def _group_norm(
     g_NCT = to_accumulation_dtype(grad).reshape(rows, channels, positions).contiguous()
     if "weight" not in use.wanted or not grad.numel():
         return {name: Dense(use.split(g_NCT.sum(2)).sum(1)) for name in use.wanted}
-    x_NCT, statistics = to_accumulation_dtype(input).reshape(g_NCT.shape).contiguous(), left[:2]
+    x_NCT = to_accumulation_dtype(input).reshape(g_NCT.shape).contiguous()
+    statistics: Sequence[Tensor] = left[:2]
     same = input.dtype == grad.dtype == left[0].dtype == g_NCT.dtype
     if not same:  # statistics with the digits of sums
         statistics = torch.native_group_norm(x_NCT, None, None, rows, channels, positions, num_groups, eps)[1:]
