@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from dpfunc.errors import InvalidArgument, UnsupportedModel
-from dpfunc.hf.losses import IGNORED, ctc
+from dpfunc.hf import losses
 from dpfunc.types import Params
 
 AnyForward = Callable[..., Any]  # `forward(params, **inputs) -> output`, e.g. of `dpfunc.functionalize`.
@@ -26,13 +26,6 @@ _COUNT_PADDING = ("gpt2", "gpt_neo", "gpt_bigcode")
 # Layers that look positions up in a table.
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions", "positions_embed")
 _NESTED = ("idefics", "smolvlm", "mllama")  # images have an axis for the samples and one for those of a sample
-
-
-class Speech(NamedTuple):
-    """Facts about a model with a CTC loss."""
-
-    loss: Callable[..., Tensor]  # `losses.ctc` with the options of the configuration
-    frames: Callable[[Tensor], Tensor] | None  # of lengths of inputs (B,); None if not known
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,8 @@ class Facts:
     counts_padding: bool = False  # positions are numbered from the start of the padding
     problem: str | None = None  # as `problem_type` of the configuration; None for what the labels say
     decoder_inputs: Callable[[Tensor], Tensor] | None = None  # of labels (B, T), None if not known
-    speech: Speech | None = None  # of a CTC loss
+    ctc: Callable[..., Tensor] | None = None  # `losses.ctc` with the options of the configuration; None without them
+    frames: Callable[[Tensor], Tensor] | None = None  # of lengths of inputs (B,); None if not known
     augmented: nn.Module | None = field(default=None, repr=False)  # masks its inputs at random in training mode
     scores: nn.Module | None = field(default=None, repr=False)  # takes the class of a text from its last token
     blocks: bool = False  # "token_type_ids" say which tokens see later ones
@@ -193,7 +187,8 @@ def facts_of_model(module: nn.Module) -> Facts:
         counts_padding=getattr(config, "model_type", "") in _COUNT_PADDING and not soft_prompt,
         problem=getattr(config, "problem_type", None),
         decoder_inputs=_decoder_inputs(base),
-        speech=_speech(base),
+        ctc=_ctc(config),
+        frames=getattr(base, "_get_feat_extract_output_lengths", None),
         augmented=base if augments(config) else None,
         scores=base if hasattr(base, "score") else None,
         blocks=bidirectional and getattr(config, "vision_config", None) is not None,
@@ -232,14 +227,12 @@ def augments(config: object) -> bool:
     return bool(getattr(config, "apply_spec_augment", False)) and any(getattr(config, name, 0) for name in names)
 
 
-def _speech(base: nn.Module) -> Speech | None:
-    config = getattr(base, "config", None)
+def _ctc(config: object) -> Callable[..., Tensor] | None:
     reduction, blank = getattr(config, "ctc_loss_reduction", None), getattr(config, "pad_token_id", None)
     if reduction is None or blank is None:
         return None
-    frames: Any = getattr(base, "_get_feat_extract_output_lengths", None)
     zero_infinity = bool(getattr(config, "ctc_zero_infinity", False))
-    return Speech(partial(ctc, blank=int(blank), by_length=reduction == "mean", zero_infinity=zero_infinity), frames)
+    return partial(losses.ctc, blank=int(blank), by_length=reduction == "mean", zero_infinity=zero_infinity)
 
 
 def _decoder_inputs(base: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -253,7 +246,7 @@ def _decoder_inputs(base: nn.Module) -> Callable[[Tensor], Tensor] | None:
     def shifted(labels_BT: Tensor) -> Tensor:
         start_B1 = torch.full_like(labels_BT[:, :1], start)
         shifted_BT = torch.cat((start_B1, labels_BT[:, :-1]), dim=1)
-        return torch.where(shifted_BT == IGNORED, pad, shifted_BT)
+        return torch.where(shifted_BT == losses.IGNORED, pad, shifted_BT)
 
-    example = torch.tensor([[3, 4, IGNORED]])
+    example = torch.tensor([[3, 4, losses.IGNORED]])
     return shifted if own is None or torch.equal(shifted(example), own(example)) else own

@@ -162,19 +162,19 @@ def ctc(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Ten
         UnsupportedModel: the model does not say which frames are padding.
     """
     inputs, labels_BL = _split(batch)
-    speech = facts_of(forward).speech
-    if speech is None or (speech.frames is None and "attention_mask" in inputs):
+    facts = facts_of(forward)
+    if facts.ctc is None or (facts.frames is None and "attention_mask" in inputs):
         raise UnsupportedModel(
             "Expected a model with a CTC loss that tells how many frames an input has (Wav2Vec2, HuBERT, WavLM), got "
             "another one. Pass a loss function of your own, e.g. with dpfunc.hf.losses.ctc."
         )
     logits_BTV = _logits(forward(params, **inputs))
     frames_B = (
-        speech.frames(inputs["attention_mask"].sum(1))
-        if speech.frames is not None and "attention_mask" in inputs
+        facts.frames(inputs["attention_mask"].sum(1))
+        if facts.frames is not None and "attention_mask" in inputs
         else torch.full_like(labels_BL[:, 0], logits_BTV.shape[1])
     )
-    return speech.loss(logits_BTV, labels_BL, frames_B)
+    return facts.ctc(logits_BTV, labels_BL, frames_B)
 
 
 def sentence_similarity(forward: AnyForward, params: Params, batch: Mapping[str, Tensor]) -> Tensor:
