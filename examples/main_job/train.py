@@ -205,7 +205,10 @@ def write_all(
 
 
 def head_only(upper: Upper, parts: list[Rows]) -> Task:
-    """A linear head on the pooled output of the whole frozen encoder, which is therefore computed once as well."""
+    """A linear head on the pooled output of the whole frozen encoder, which is therefore computed once as well.
+
+    Of each text alone, but for rounding: see `model.lower_part`.
+    """
     pooled = []
     with torch.no_grad():
         for part in parts:
