@@ -116,6 +116,7 @@ class _Published:
     """Base of both records: checks of the fields, and the way into a file and back."""
 
     schema: ClassVar[str]
+    older: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # schema that is read, too -> fields that it lacks
     what: ClassVar[str]
     counted: ClassVar[str]
 
@@ -141,8 +142,12 @@ class _Published:
             InvalidArgument: not JSON, no schema or another one, another digest, or a field that is missing, unknown,
                 there twice or outside its domain.
         """
-        values = parsed(text, f"the record of a {cls.what} ({RECORD_FILE})", cls.schema)
+        values = parsed(text, f"the record of a {cls.what} ({RECORD_FILE})", cls.schema, *cls.older)
         given, hints = checks.unsigned("record", values), get_type_hints(cls)
+        lacks = cls.older.get(given["schema"], {})
+        both = lacks.keys() & given.keys()
+        checks.expect(not both, f"a record without {', '.join(both)}", "schema", given["schema"])
+        given |= lacks
         expected = ("schema", "neighbours", *(field.name for field in fields(cls)))
         check_fields(f"a record of schema {cls.schema!r}", given, expected)
         neighbours = given.pop("neighbours")
@@ -236,6 +241,7 @@ class SelectionRecord(_Published):
         runs: distribution of the number of runs. How many there were is secret.
         candidates: the values of each. ledgers: what one run of each costs without its score.
         score: what is compared. score_noise: standard deviation of its noise; one record changes it by at most 1.
+        run: fingerprint of the key of the search, by which the budget of its data set names it; empty in older records.
         chosen: number of the candidate that was released, from 0; None if nothing was. chosen_score: with its noise.
         spent: earlier runs on the same records.
         settings: the `SETTINGS` of its runs, from the one that was released; None if nothing was.
@@ -248,9 +254,11 @@ class SelectionRecord(_Published):
         tests/accounting/test_record.py::test_a_record_reads_back_exactly, ::test_damaged_records_are_refused.
     """
 
-    schema, what, counted = SELECTION + "3", "search", "spent"
+    schema, what, counted = SELECTION + "4", "search", "spent"
+    older: ClassVar[Mapping[str, Mapping[str, Any]]] = {SELECTION + "3": {"run": ""}}
 
     date: str
+    run: str
     unit: str
     epsilon: float
     delta: float

@@ -13,14 +13,14 @@ from typing import Any
 
 from dpfunc._utils.files import remove, replace_file, sweep, weights_in
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import refuse, unique_json
+from dpfunc._utils.validation import expect, refuse, unique_json
 from dpfunc.accounting import Ledger, record
 from dpfunc.accounting.accountant import upper
 from dpfunc.accounting.record import RECORD_FILE, Record, SelectionRecord, listed
 from dpfunc.checkpoint.record import versions
 from dpfunc.errors import BudgetExhausted, CheckpointError, LedgerConflict, NotWritten
 from dpfunc.rehearsal import FAILURES
-from dpfunc.rng import Key, fold_in, insecure_key, secure_key, stream
+from dpfunc.rng import Key, fingerprint, fold_in, insecure_key, secure_key, stream
 from dpfunc.sampling import data_name
 from dpfunc.train import _run_folder as folders
 from dpfunc.train._search import PrivateSearch
@@ -115,7 +115,12 @@ def run_search(search: PrivateSearch, *, resume: bool = False, insecure_seed: in
         if resume:
             state = _resumed(secret, about)
             if (folder / RECORD_FILE).is_file():  # it is written last: only the secret folder is left to be deleted
-                return _finished(secret, state, SelectionRecord.from_json((folder / RECORD_FILE).read_bytes()))
+                found = SelectionRecord.from_json((folder / RECORD_FILE).read_bytes())
+                expect(
+                    found.run in ("", fingerprint(state.key)), f"the record of this search in {str(folder)!r}", "run",
+                    found.run, "It is of another search: restore that of this one, or remove it.",
+                )  # fmt: skip
+                return _finished(secret, state, found)
         else:
             folders.check_folder(job, False, None)  # again: another process may have ended there
             state = _State(secure_key() if insecure_seed is None else insecure_key(insecure_seed))
@@ -181,7 +186,7 @@ def _release(search: PrivateSearch, state: _State, folder: Path, insecure_seed: 
     best = folder / _SECRET_FOLDER / (state.slot or "") / folders.MODEL
     weights = () if state.candidate is None else tuple(weights_in(best.parent))
     released = SelectionRecord(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=datetime.now(UTC).isoformat(timespec="seconds"), run=fingerprint(state.key),
         unit="one record of the table",  # the held-out ones too: not those of training alone
         epsilon=cost.epsilon, delta=cost.delta, target_epsilon=search.job.privacy.dp_epsilon or 0.0, runs=search.runs,
         candidates=tuple(candidate.values for candidate in search.candidates),

@@ -28,6 +28,7 @@ WEIGHTS = b"weights of the best run"
 RUNS, LEDGERS, SPENT = RunCount(8.0, 1.0), (Ledger((Event(1.0, 20.0, 10),)),) * 2, Ledger()
 RECORD = SelectionRecord(
     date="2026-01-02T03:04:05+00:00",
+    run="0123456789abcdef",
     unit="one patient",
     epsilon=search_cost(RUNS, LEDGERS, 6.0, 1e-5, SPENT).epsilon,
     delta=1e-5,

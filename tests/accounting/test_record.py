@@ -39,6 +39,14 @@ def test_a_record_reads_back_exactly(name):
     assert NEIGHBOURS.keys() == set(ADJACENCIES)
 
 
+def test_a_search_that_was_recorded_before_its_key_had_a_name_is_read():
+    older = {**json.loads(SEARCH.to_json()), "schema": "dpfunc.selection/3"}
+    with pytest.raises(InvalidArgument, match="a record without run"):
+        type(SEARCH).from_json(json.dumps(signed(older)))
+    del older["run"]
+    assert type(SEARCH).from_json(json.dumps(signed(older))) == search_record(run="")
+
+
 def without(name):
     return lambda v: {k: x for k, x in v.items() if k != name}
 

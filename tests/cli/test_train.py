@@ -368,4 +368,4 @@ def test_ctrl_c_says_what_was_spent_and_the_search_goes_on(searched, monkeypatch
     MadeUpRuns(monkeypatch)
     result = tune(*PRIVATE, "--insecure-seed", seed, "--resume", "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["record"]["schema"] == "dpfunc.selection/3"
+    assert json.loads(result.stdout)["record"]["schema"] == "dpfunc.selection/4"

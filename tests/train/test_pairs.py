@@ -215,7 +215,7 @@ def test_a_private_search_releases_its_best_run_and_its_record(here, form):
     result = done(run("tune", "job.yaml", *SEARCH, *flags))
     assert "score: number of held-out pairs whose chosen answer gained more probability" in result.stdout
     found = record("run")
-    assert (found["schema"], found["epsilon"] <= 20, found["noise_key"]) == ("dpfunc.selection/3", True, "secret")
+    assert (found["schema"], found["epsilon"] <= 20, found["noise_key"]) == ("dpfunc.selection/4", True, "secret")
     chosen = found["candidates"][found["chosen"]]
     job, *_ = saved_job(Path("run"))
     assert (job.lora.rank, job.training.learning_rate) == (chosen["rank"], pytest.approx(chosen["learning_rate"]))

@@ -24,7 +24,7 @@ from dpfunc.accounting import Ledger, RunCount, selection_epsilon
 from dpfunc.accounting.record import ONE_RECORD, OTHER_STEPS, SOURCES, Record, SelectionRecord
 from dpfunc.budget import Budget
 from dpfunc.errors import BudgetExhausted, CheckpointError, DPFuncError, InvalidArgument, LedgerConflict, NotWritten
-from dpfunc.rng import fold_in, insecure_key, stream
+from dpfunc.rng import fingerprint, fold_in, insecure_key, stream
 from dpfunc.train import _private_search, _search_runs
 from dpfunc.train._config_file import parse_flags, parse_grid, read_job, read_yaml, trials, tuned
 from dpfunc.train._frozen import compute_frozen
@@ -303,7 +303,7 @@ def test_nothing_tells_how_many_runs_there_were(search, monkeypatch, capfd):
         shape = {str(p.relative_to(folder)): len(p.read_text()) for p in (folder / "model").rglob("*")}
         assert min(path.stat().st_mtime for path in folder.rglob("*")) > before - 1
         record = json.loads((folder / "privacy_accounting.json").read_text())
-        released = ("chosen", "chosen_score", "weights", "date", "digest")
+        released = ("chosen", "chosen_score", "weights", "date", "digest", "run")
         hidden = {name: value for name, value in record.items() if name not in released}
         seen.append((shape, hidden, capfd.readouterr()))
     assert runs_of(2101, search) != runs_of(2102, search)
@@ -442,6 +442,13 @@ def test_a_kill_while_the_best_run_is_released(search, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_search(search, resume=True, insecure_seed=2106)
     assert "search/state.json" in files(search)
+    place = Path(search.job.output_dir) / "privacy_accounting.json"
+    own = SelectionRecord.from_json(place.read_text())
+    assert own.run == fingerprint(insecure_key(2106))
+    place.write_text(dataclasses.replace(own, run="0" * 16).to_json())
+    with pytest.raises(InvalidArgument, match="It is of another search"):
+        run_search(search, resume=True, insecure_seed=2106)
+    place.write_text(own.to_json())
     monkeypatch.setattr(_private_search.shutil, "rmtree", delete)
     assert run_search(search, resume=True, insecure_seed=2106)[1] is None
     assert files(search) == ["job.json", "model", "model/a.safetensors", "privacy_accounting.json"]
