@@ -6,9 +6,6 @@ In a small step the Python between two operations takes longer than they do. A r
 """
 
 import logging
-import pickle
-import random
-import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,7 +28,7 @@ from dpfunc.engines._row_pass import ORDINARY
 from dpfunc.engines.prepare import PreparedLoss
 from dpfunc.engines.vmap_grad import Decision, VmapGrad
 from dpfunc.errors import DPFuncError, UnsupportedModel
-from dpfunc.rng import with_generator_state
+from dpfunc.rng import cpu_generators, with_generator_state
 from dpfunc.types import Batch, LossFn, Params, PerSampleGrads
 
 _log = logging.getLogger("dpfunc")
@@ -181,8 +178,7 @@ class _Known:
 
 def _kept(loss_fn: LossFn) -> tuple[object, ...]:
     """Return the state of the loss and of the random generators of Python and NumPy, to compare around a pass."""
-    numpy: Any = sys.modules.get("numpy")
-    return quick_state(loss_fn), random.getstate(), numpy and pickle.dumps(numpy.random.get_state())
+    return quick_state(loss_fn), *cpu_generators()[1:]
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,6 @@ class Replayed:
     found: Norms
     given: _Pass
     engine: VmapGrad
-    late: bool = False
     needs_audit: ClassVar[bool] = True
     repeatable: ClassVar[bool] = True
 
@@ -205,18 +200,9 @@ class Replayed:
     def aux(self) -> Any:
         return self.found.aux
 
-    def unmarked(self) -> "Replayed":
-        """The same as if the mark were not set."""
-        return replace(self, late=True)
-
-    @cached_property
-    def is_marked(self) -> bool:
-        """Read the mark: True if some number needs the careful computation."""
-        return not bool(self.found.no_mark)
-
     @cached_property
     def _careful(self) -> PerSampleGrads | None:
-        if self.late or not self.is_marked:
+        if bool(self.found.no_mark):
             return None
         with with_generator_state(self.given.seed):
             return self.given.by(self.engine)

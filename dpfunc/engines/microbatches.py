@@ -29,8 +29,7 @@ from dpfunc.engines._guards.loss import (
 from dpfunc.engines._numerics import exact
 from dpfunc.engines._per_sample import PerSample
 from dpfunc.engines.audit import FIRST_ROWS, Credited, audit
-from dpfunc.engines.capture import Replayed
-from dpfunc.engines.loop import RowAlone, Trial, made_up, made_up_row, quiet_trial, warm_up
+from dpfunc.engines.loop import Loop, RowAlone, made_up, made_up_row, quiet_trial
 from dpfunc.rng import Key, fold_in, insecure_key, secure_key, torch_seed, with_generator_state
 from dpfunc.types import Batch, Engine, LossFn, MicrobatchSums, Params, PerSampleGrads
 
@@ -111,7 +110,7 @@ class LateMark:
 
     early: bool = False
 
-    def __call__(self, found: PerSample | Replayed, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
+    def __call__(self, found: PerSample, mask_B: Tensor | None, clip_and_sum: ClipAndSum) -> MicrobatchSums:
         """The sums of a microbatch."""
         early, quick = self.early, found if self.early else found.unmarked()
         sums = clip_and_sum(quick, mask_B)
@@ -129,7 +128,7 @@ class Microbatches:
     audits: Audits = field(default_factory=Audits, repr=False, compare=False)
     late_mark: LateMark = field(default_factory=LateMark, repr=False, compare=False)
     _sizes: Memo[int] = field(default_factory=Memo, repr=False, compare=False)
-    _trials: Memo[Trial] = field(default_factory=Memo, repr=False, compare=False)
+    _loop: Loop = field(default_factory=Loop, repr=False, compare=False)
 
     @cached_property
     def _row_engine(self) -> RowEngine | None:
@@ -180,9 +179,7 @@ class Microbatches:
     def prepare(self, params: Params, batch: Batch) -> object:
         """Let the loss build what it keeps for rows of this shape; what the engine has learnt of it, if it says so."""
         with uncompiled():
-            if self._row_engine is not None:
-                return self._row_engine.prepare(self.loss_fn, params, batch)
-            return self._trials(partial(warm_up, self.loss_fn, params, batch), self.loss_fn, params, batch)
+            return (self._row_engine or self._loop).prepare(self.loss_fn, params, batch)
 
     def _size(self, params: Params, batch: Batch, num_samples: int) -> int:
         if isinstance(self.size, int):
@@ -207,7 +204,7 @@ class Microbatches:
         generator = torch.default_generator.get_state()
         positions, found, by_row = self._gradients(params, microbatch, positions)
         with exact(next(iter(params.values())).device):  # processes in lockstep must take the same way
-            if isinstance(found, (PerSample, Replayed)) and not in_lockstep():
+            if isinstance(found, PerSample) and not in_lockstep():
                 sums = self.late_mark(found, mask_B, clip_and_sum)
             else:
                 sums = clip_and_sum(found, mask_B)
