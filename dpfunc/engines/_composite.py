@@ -55,8 +55,6 @@ def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[
     starts_N = offsets[:-1] if include_last_offset else offsets
     ends_N = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_full((1,), count)])
     sizes_N = ends_N - starts_N
-    if not len(starts_N):
-        return None
     usual = (starts_N[0] == 0) & (ends_N[-1] == count) & (sizes_N >= 0).all()
     longest = int(torch.where(usual, sizes_N.max(), -1))
     if longest < 0:
@@ -66,8 +64,6 @@ def _positions(count: int, offsets: Tensor, include_last_offset: bool) -> tuple[
 
 
 def _at(values: Tensor, positions_NL: Tensor) -> Tensor:
-    if not positions_NL.numel():
-        return values.new_zeros(positions_NL.shape)
     return torch.unflatten(torch.index_select(values, 0, positions_NL.flatten()), 0, positions_NL.shape)
 
 

@@ -68,13 +68,8 @@ def positions(owner: Pass, index: Any) -> tuple[Any, ...]:
 
 def _sliced(owner: Pass, part: Any) -> Any:
     """A slice whose ends are whole numbers of a row, which are read."""
-    if not isinstance(part, slice) or not any(is_row(end) for end in (part.start, part.stop, part.step)):
-        return part
-    ends = (
-        (end.item() if not is_row(end) else read(owner, Tensor.item, (end,), {})) if isinstance(end, Tensor) else end
-        for end in (part.start, part.stop, part.step)
-    )
-    return slice(*ends)
+    ends = [part.start, part.stop, part.step] if isinstance(part, slice) else []
+    return slice(*numbers(owner, ends)) if any_row(ends) else part
 
 
 def getitem(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -138,8 +133,6 @@ def masked_scatter(owner: Pass, func: Callable[..., Any], args: Sequence[Any], k
     names = ("input", "mask", "source")
     bound = dict(zip(names, args, strict=False), **kwargs)
     target, mask, source = (bound[name] for name in names)
-    if not any(map(is_row, (target, mask, source))):
-        return NotImplemented
     taken = mask.expand_as(target).flatten()
     place = (taken.cumsum(0) - 1).clamp(0, source.numel() - 1)
     out = torch.where(taken, source.flatten().gather(0, place), target.flatten()).view(target.shape)
@@ -226,7 +219,7 @@ def any_row(given: Any) -> bool:
         return is_row(given)
     if isinstance(given, (list, tuple)):
         return any(map(any_row, given))
-    return isinstance(given, (dict, slice)) and any(map(is_row, tree_leaves(given)))
+    return isinstance(given, dict) and any(map(is_row, tree_leaves(given)))
 
 
 def stacked(owner: Pass, given: Any) -> Any:
