@@ -282,10 +282,8 @@ def registered(owner: Pass, func: Callable[..., Any], args: Sequence[Any], kwarg
     name, value = known
     with OutsideTransforms():
         needed = {need: _of_samples(owner, bound[need]) for need in needs}
-    fixed = owner.levels.constant(value)
-    put = {id(leaf): fixed}
-    own = {key: put.get(id(each), each) for key, each in kwargs.items()}
-    out = owner.seen(func, [put.get(id(each), each) for each in args], own)
+    given = {**bound, argument: owner.levels.constant(value)}
+    out = owner.seen(func, [given[name] for name in rule.arguments], {})
     out_B = of_rows(out)
     if out_B is None or out_B.shape[1:2] != (1,) or any(each is None for each in needed.values()):
         return NotImplemented

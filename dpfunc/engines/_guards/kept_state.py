@@ -428,13 +428,12 @@ _STATE_OF_KINDS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
 
 def note_changed(loss_fn: object, before: tuple[object, ...], reason: str = "") -> None:
     """Mark a loss whose state has changed: it stays marked, since the state stays."""
-    if loss_fn in kept_by_loss or _walk(loss_fn).values == before:
+    if loss_fn in kept_by_loss or not is_changed(loss_fn, before):
         return
     after = _after_collection(loss_fn)
-    if after.values != before:
-        why = reason or "is called several times for a batch, so a counter would reveal the number of other rows"
-        place = _where(before, after.values, after)
-        kept_by_loss[loss_fn] = f"{why}, and what it keeps from call to call has changed: {place}"
+    why = reason or "is called several times for a batch, so a counter would reveal the number of other rows"
+    place = _where(before, after.values, after)
+    kept_by_loss[loss_fn] = f"{why}, and what it keeps from call to call has changed: {place}"
 
 
 def _where(before: Sequence[Any], now: Sequence[Any], after: _Walk, places: Sequence[int] | None = None) -> str:
