@@ -5,12 +5,12 @@ May import: its folder, batches, rng and below. Privacy depends on it: yes.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,42 +64,25 @@ class _Part(NamedTuple):
     why_loop: str = ""
 
 
-@dataclass(frozen=True)
 class Grouped:
     """Gradients of rows that were computed in several passes."""
 
-    parts: Sequence[_Part]
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.parts, counted = parts, [part for part in parts if part.counted]
+        self._order = torch.tensor([row for part in counted for row in part.rows], device="cpu").argsort()
+        self.needs_audit = any(part.samples.needs_audit for part in parts)
+        self.repeatable = all(part.samples.repeatable for part in parts)
+        self.losses_B = self._joined([part.samples.losses_B for part in parts])
+        self.aux = joined_aux([part.samples.aux for part in counted], self._order)
 
-    @property
-    def needs_audit(self) -> bool:
-        """True if some rows were computed beside others."""
-        return any(part.samples.needs_audit for part in self.parts)
-
-    @property
-    def repeatable(self) -> bool:
-        """True if weighted sums can be taken more than once without another pass."""
-        return all(part.samples.repeatable for part in self.parts)
-
-    def _joined(self, values: Iterable[Tensor]) -> Tensor:
+    def _joined(self, values: Sequence[Tensor]) -> Tensor:
         """The values of the rows of each part that counts, in the order of the batch."""
         joined_B = torch.cat([value for value, part in zip(values, self.parts, strict=True) if part.counted])
         return joined_B[self._order.to(joined_B.device)]
 
-    @property
-    def _order(self) -> Tensor:
-        return torch.tensor([row for part in self.parts if part.counted for row in part.rows], device="cpu").argsort()
-
-    @property
-    def losses_B(self) -> Tensor:
-        return self._joined(part.samples.losses_B for part in self.parts)
-
-    @property
-    def aux(self) -> Any:
-        return joined_aux([part.samples.aux for part in self.parts if part.counted], self._order)
-
     def sq_norms(self) -> dict[str, Tensor]:
         found = [part.samples.sq_norms() for part in self.parts]
-        return {name: self._joined(norms[name] for norms in found) for name in found[0]}
+        return {name: self._joined([norms[name] for norms in found]) for name in found[0]}
 
     def weighted_sum(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
@@ -212,22 +195,17 @@ class VmapGrad:
         why_loop = calls.prepared.why_loop
         if every.are_split:
             why_loop = "parameters are split over processes (tensor parallel)"
-        if why_loop:
-            return [self._by_loop(every, places, calls, why_loop)], ""
         todo: list[Sequence[int]] = [places]
         done, passes, read = list[_Part](), 0, ""
         while not passes or on_any_process(bool(todo)):
-            if passes == _MAX_PASSES:
-                if in_lockstep():
-                    done, todo = [], [places]
-                rest = list(chain.from_iterable(todo))
-                return [
-                    *done,
-                    self._by_loop(every, rest, calls, f"rows do not agree on what Python reads ({read})"),
-                ], read
             counted, own = bool(todo), todo.pop() if todo else [0]
             passes += 1
             try:
+                if passes > _MAX_PASSES:
+                    own, todo = [*own, *chain.from_iterable(todo)], []
+                    why_loop = f"rows do not agree on what Python reads ({read})"
+                if why_loop:
+                    raise NeedsLoop(why_loop)
                 found = self._by_first_settings(every.some(own), calls)
             except NeedsLoop as stop:
                 if in_lockstep():
