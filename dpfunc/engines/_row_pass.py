@@ -246,12 +246,6 @@ class _RowPass(Pass):
             self.stop(NoRules("the loss has a hook on a parameter or a node"))
         return NotImplemented
 
-    def forward_mode(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A direction of forward mode; in a trace (`torch.func.linearize`), gradients would be those of constants."""
-        if torch._C._len_torch_dispatch_stack():
-            self.stop(NeedsLoop("the loss traces its operations (torch.func.linearize)"))
-        return NotImplemented
-
     def custom_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A custom function: a rule for vmap, its own or generated, would see all rows, and this mode not its parts."""
         custom = args[0]
@@ -385,7 +379,6 @@ _PASS_HANDLERS: Mapping[Any, Handler] = {
     **dict.fromkeys(_WRITES, _RowPass.written),
     **dict.fromkeys(_NESTED, _RowPass.nested),
     **dict.fromkeys(_HOOKING, _RowPass.hooked),
-    torch._C._VariableFunctions._make_dual: _RowPass.forward_mode,
     **dict.fromkeys(_FACTORIES | _UNWRITTEN, _RowPass.factory),
     **dict.fromkeys(RANDOM, _RowPass.random),
     torch._functorch.autograd_function.custom_function_call: _RowPass.custom_function,
