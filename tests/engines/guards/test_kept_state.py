@@ -289,6 +289,28 @@ def test_a_latch_with_and_without_a_large_number(place, engine, wanted):
     refused(make, engine, steps(large=0), "auto", step=0)
 
 
+def test_a_change_that_the_last_call_takes_back_is_seen():
+    """Three groups of rows, and the pass that parts them, are four calls: after them a switch is where it was."""
+    switch = [False]
+
+    def loss_fn(p, x):
+        switch[0] = not switch[0]
+        return (p["w"] * x).sum(1) * (x[0, 0].item() + switch[0])
+
+    with pytest.raises(UnsupportedModel, match="what it keeps from call to call has changed"):
+        engines.auto()(loss_fn, {"w": torch.ones(2)}, torch.arange(6.0).reshape(3, 2))
+
+
+def test_a_row_that_is_another_one_after_the_others_is_refused():
+    """By `loop`, where Python is told numbers of rows: it could keep them where no walk sees them."""
+
+    def loss_fn(p, x):
+        return (p["w"] * x).sum(1) * (random.random() if x.sum() > 0 else 2.0)
+
+    with pytest.raises(UnsupportedModel, match="after other rows were computed"):
+        engines.loop()(loss_fn, {"w": torch.ones(2)}, torch.arange(6.0).reshape(3, 2) + 1)
+
+
 def test_what_an_error_would_keep_is_compared_as_well():
     """The read is followed by an operation that has no rule, so that rows are computed alone."""
 
