@@ -22,7 +22,10 @@ READS = {
     "shapes that agree": (lambda p, x: (p["w"] * x)[x.abs() > -1].square().sum()[None], "one pass"),
     "shapes that follow from values": (lambda p, x: (p["w"] * x)[x > 0.7].square().sum()[None], "groups"),
     "positions": (lambda p, x: (p["w"] * x).flatten()[(x > 0.7).nonzero()[:, 1]].sum()[None], "groups"),
-    "a slice up to a number of the row": (lambda p, x: (p["w"] * x)[0, : x[0, 0].abs().long() + 1].sum()[None], "groups"),
+    "a slice up to a number of the row": (
+        lambda p, x: (p["w"] * x)[0, : x[0, 0].abs().long() + 1].sum()[None],
+        "groups",
+    ),
     "different whole numbers": (lambda p, x: squares(p, x) * len(x.round().long().unique()), "groups"),
 }
 
