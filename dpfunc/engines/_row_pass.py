@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, TypeVar
 
@@ -148,7 +149,7 @@ class _RowPass(Pass):
         leaves = {name: over.leaf(param) for name, param in params.items()}
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, allowed)
         self._modes, self.raised = open_modes(), 0
-        self.settings, self.draws = settings, rows.draws(rows.positions, torch.default_generator.get_state())
+        self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
         self._handlers = _HANDLERS_WITH_RULES if settings.rules else _HANDLERS_WITHOUT_RULES
         self._stand_ins = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
 
@@ -164,8 +165,8 @@ class _RowPass(Pass):
         if handlers is _NO_HANDLERS:
             return func(*args, **kwargs)
         try:
-            if open_modes() != self._modes and (names := entered_modes(self._modes)):
-                self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
+            if open_modes() != self._modes:
+                self._below_levels()
             own_class = refuse_earlier(args, kwargs)
             if own_class is not None:
                 self.stop(NeedsLoop(f"tensors of the class {own_class.__qualname__} compute all rows at once"))
@@ -195,6 +196,12 @@ class _RowPass(Pass):
         with outside_levels():
             return func(*args, **kwargs)
 
+    def _below_levels(self) -> None:
+        """End the pass where a mode that the loss has entered would see the rows together."""
+        names = entered_modes(self._modes)
+        if names:
+            self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
+
     def _by_parts(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
         if isinstance(func, (OpOverload, OpOverloadPacket)):
@@ -209,6 +216,10 @@ class _RowPass(Pass):
             return by_rows(self, func, args, kwargs)
         parts = parts_of(func)
         return by_rows(self, func, args, kwargs) if parts is None else self.seen(parts, args, kwargs)
+
+    @cached_property
+    def _draws(self) -> OwnDraws:
+        return self._rows.draws(self._rows.positions, self._seed)
 
     def returned(self, losses_1: Any, aux: Any) -> None:
         """Check what the loss has returned; the backward pass begins."""
@@ -226,12 +237,19 @@ class _RowPass(Pass):
         why = without_form(kwargs)
         if why:
             self.stop(NeedsLoop(why))
-        return random_operation(self._drawn, self.draws, func, args, kwargs)
+        return random_operation(self._drawn, self._draws, func, args, kwargs)
 
     def _drawn(self, values_B: Tensor) -> Tensor:
         if inside_vmap(self.levels.grad):
             self.stop(NeedsLoop("the loss draws inside of a transform of its own (torch.func.vmap)"))
         return self.levels.row(values_B)
+
+    def check_draws(self) -> None:
+        """End the pass where an operation that dpfunc does not know has drawn for all rows together."""
+        with OutsideTransforms():  # bytes on the CPU: no device is read
+            as_before = torch.default_generator.get_state().numpy().tobytes() == self._seed.numpy().tobytes()
+        if "_draws" in vars(self) or not as_before:
+            self._draws.check_known()
 
     def nested(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A backward pass inside of the loss, or of its backward pass: it takes gradients that no rule knows of."""
@@ -432,7 +450,7 @@ def run_pass(
         if mode.stopped is not None:
             raise mode.stopped
         with OutsideTransforms():
-            mode.draws.check_known()
+            mode.check_draws()
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
         with OutsideTransforms():
             losses_B = over.all_rows(losses_1)[:, 0].detach()
