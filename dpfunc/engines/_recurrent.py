@@ -68,7 +68,7 @@ class _Lstm(Node):
         h, c, tanh, gates = (value.unbind(0) for value in (states_TBH, cells_TBH, tanh_TBH, gates_TBG))
         i, f, g, o = (gate.unbind(0) for gate in gates_TBG.chunk(4, 2))
         i_and_f, weight = gates_TBG[..., : 2 * c_BH.shape[1]].unbind(0), state.weight.to(gates_TBG.dtype)
-        turned = weight.T
+        turned = weight.T.contiguous()  # the products of all steps read it
         for t in range(len(gates)):
             gates[t].addmm_(h[t], turned)
             i_and_f[t].sigmoid_()
@@ -92,13 +92,12 @@ class _Lstm(Node):
         shares_TBG = shares_TB4H.flatten(2)
         grads, keeps, to_cells, gates = (value.unbind(0) for value in (grad_TBH, f, to_cell_TBH, shares_TBG))
         of_cells, of_outputs = shares_TB4H[:, :, :3].unbind(0), shares_TB4H[:, :, 3].unbind(0)
-        dh_BH, dc_BH = torch.zeros_like(grads[0]), grad_BH
+        dh_BH, dc_BH = grads[-1], grad_BH
         for t in reversed(range(len(grads))):
-            dh_BH = dh_BH + grads[t]
             dc_BH = torch.addcmul(dc_BH, dh_BH, to_cells[t])
             of_cells[t].mul_(dc_BH[:, None])  # slopes become gradients
             of_outputs[t].mul_(dh_BH)
-            dh_BH = gates[t] @ weight
+            dh_BH = torch.addmm(grads[t - 1], gates[t], weight) if t else gates[t] @ weight
             dc_BH = dc_BH * keeps[t]
         ctx.state.credit(shares_TBG, states_TBH[:-1])
         return None, shares_TBG, dh_BH, dc_BH
@@ -117,7 +116,7 @@ def _by_steps(step: Step, state: Product, gates_TBG: Tensor, first_BH: Tensor) -
     """A layer step by step, with the graph of torch. The bias stands for the product, whose gradients are its own."""
     bias = gates_TBG.new_zeros(()) if state.bias is None else state.bias.to(gates_TBG.dtype)
     states, before = [first_BH.clone()], list[Tensor]()  # the loss may write into the first one
-    turned = state.weight.to(gates_TBG.dtype).T
+    turned = state.weight.to(gates_TBG.dtype).T.contiguous()  # the products of all steps read it
     bias_TBG = apply_node(
         Tap, bias.expand(gates_TBG.shape), ANCHOR, lambda grad_TBG: state.credit(grad_TBG, torch.stack(before))
     )
@@ -141,6 +140,7 @@ def _direction(func: Any, inputs: Product, state: Product, x_TBd: Tensor, firsts
     bias = inputs.bias
     if func is torch.lstm and bias is not None and state.bias is not None:
         bias = bias + state.bias
+    x_TBd = x_TBd.contiguous()  # one product; torch would take a product for each step
     gates_TBG = apply_node(Tap, F.linear(x_TBd, inputs.weight, bias), ANCHOR, inputs.credit, x_TBd)
     with torch.autocast(x_TBd.device.type, enabled=False):
         return KINDS[func](state, gates_TBG, *(first.to(gates_TBG.dtype) for first in firsts))
