@@ -89,25 +89,27 @@ def release_counts(
     >>> released.std, released.counts.shape, released.ledger
     (4.0, torch.Size([2, 2]), Ledger(1 steps, add_remove: (q=1, sigma=4) x 1))
     """
-    sides = torch.tensor([integer("shape", side, minimum=1) for side in shape])
+    sides = tuple(integer("shape", side, minimum=1) for side in shape)
+    whole = isinstance(cells, Tensor) and not (cells.is_floating_point() or cells.is_complex())
     expect(
-        cells.ndim == 2 and cells.shape[1] == len(sides) and not cells.is_floating_point(),
-        f"whole numbers of shape (n, {len(sides)}), a place in the table for each record", "cells",
-        f"{cells.dtype}, of shape {tuple(cells.shape[1:])} for a record",
+        whole and cells.ndim == 2 and cells.shape[1] == len(sides),
+        f"whole numbers of shape (n, {len(sides)}), a place in the table for each record", "shape of a record",
+        tuple(getattr(cells, "shape", ())[1:]),
     )  # fmt: skip
     places = cells.long().cpu()
-    if bool(((places < 0) | (places >= sides)).any()):
+    if bool(((places < 0) | (places >= torch.tensor(sides))).any()):
         raise InvalidArgument(
-            f"Expected places in a table of shape={tuple(shape)}, got cells outside of it. Give a class or a bin that "
+            f"Expected places in a table of shape={sides}, got cells outside of it. Give a class or a bin that "
             "is not known a cell of its own. Nothing was spent."
         )
-    steps = torch.tensor([math.prod(shape[axis + 1 :]) for axis in range(len(sides))])
-    values = F.one_hot((places * steps).sum(1), math.prod(shape)).float()
+    steps = torch.tensor([math.prod(sides[axis + 1 :]) for axis in range(len(sides))])
+    values = F.one_hot((places * steps).sum(1), math.prod(sides)).double()
     mean = release_mean(
         values, bound=1.0, noise_multiplier=noise_multiplier, dataset_size=dataset_size, delta=delta, key=key,
         ledger=ledger, epsilon=epsilon, journal=journal, adjacency=adjacency,
     )  # fmt: skip
-    return ReleasedCounts(mean.mean.reshape(tuple(shape)) * dataset_size, mean.std * dataset_size, mean.ledger)
+    counts = (mean.mean.reshape(sides) * mean.divided_by).float()
+    return ReleasedCounts(counts, mean.std * mean.divided_by, mean.ledger)
 
 
 def shares(released: ReleasedCounts) -> Shares:

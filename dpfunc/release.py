@@ -24,8 +24,8 @@ class ReleasedMean(NamedTuple):
     """A mean that may be published; see `release_mean`.
 
     Args:
-        mean: of the shape of one value. std: standard deviation of the noise on each of its numbers, a public fact.
-        ledger: what was spent, earlier releases included.
+        mean: of the shape of one value, and of their dtype. std: standard deviation of the noise on each of its
+            numbers, a public fact. ledger: what was spent, earlier releases included.
         divided_by: the `dataset_size` that was given, which the sum is divided by however many values there were: the
             mean of fewer is smaller by as much, and their number stays private.
     """
@@ -78,8 +78,9 @@ def release_mean(
 
     Guarantees:
         tests/test_release.py: the scale of the noise (test_noise_has_the_promised_scale), one record moves the mean by
-        at most bound / n (test_one_record_moves_the_mean_by_its_bound), journal and ledger count it
-        (test_the_journal_counts_it); no value and no number of records is an error (test_no_record_is_an_error).
+        at most bound / n (test_one_record_moves_the_mean_by_its_bound), also one of very many, since sums are float64
+        (test_sums_are_float64); journal and ledger count it (test_the_journal_counts_it); no value and no number of
+        records is an error (test_no_record_is_an_error).
 
     >>> import torch
     >>> from dpfunc.rng import secure_key
@@ -101,13 +102,14 @@ def release_mean(
         delta=delta, epsilon=epsilon, adjacency=adjacency, spent=ledger,
     )  # fmt: skip
     step = make_dp_step(_times, plan, engine="vmap", journal=None if journal is None else Journal(journal, plan))
-    params = {"mean": values.new_zeros(values.shape[1:])}
-    values = _within(values.detach(), limit)
+    # float64: values of many records often have one sign, and a float32 sum of 2e7 of them moves by 2 where one moves 1
+    wide = _within(values.detach().to("cpu", torch.float64), limit)
+    params = {"mean": wide.new_zeros(wide.shape[1:])}
     size = plan.sampler.dataset_size
-    count = len(values) if len(values) != size else None
-    grads, state, _ = step(params, values, step.init(params, key, num_records=count))
+    count = len(wide) if len(wide) != size else None
+    grads, state, _ = step(params, wide, step.init(params, key, num_records=count))
     sensitivity = limit * (2 if adjacency == "replace_one" else 1)
-    return ReleasedMean(grads["mean"], multiplier * sensitivity / size, state.ledger, size)
+    return ReleasedMean(grads["mean"].to(values), multiplier * sensitivity / size, state.ledger, size)
 
 
 def _within(values: Tensor, limit: float) -> Tensor:

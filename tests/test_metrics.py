@@ -83,7 +83,9 @@ def test_a_table_costs_what_one_number_costs(tmp_path):
         (torch.tensor([[-1, 0]]), "outside of it"),
         (torch.tensor([0, 1]), "a place in the table"),
         (torch.tensor([[0.0, 1.0]]), "a place in the table"),
-        (torch.tensor([[0]] * 7), r"a place in the table.*got cells='torch.int64, of shape \(1,\) for a record'"),
+        (torch.tensor([[0]] * 7), r"a place in the table.*got shape of a record=\(1,\)"),  # without their number
+        (torch.zeros(9, 2, dtype=torch.complex64), "a place in the table"),
+        ([[0, 1]], "a place in the table"),
     ],
 )
 def test_places_outside_of_the_table_are_refused(cells, message, tmp_path):

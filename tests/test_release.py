@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import dpfunc
 from dpfunc import state
 from dpfunc.checkpoint import journal_ledger
+from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import BudgetExhausted, InvalidArgument, LedgerConflict, StateReused
 from dpfunc.types import Schedule
 
@@ -49,6 +50,18 @@ def test_one_record_moves_the_mean_by_its_bound(seed, row, size):
     whole = released(values).mean
     assert (whole - released(other).mean).norm() <= 2 / 50 * (1 + 1e-5)
     assert (whole - released(removed).mean).norm() <= 1 / 50 * (1 + 1e-5)
+
+
+def test_sums_are_float64():
+    """A float32 sum of very many values moves in steps that are larger than one of them."""
+    values = torch.rand(9999, generator=torch.Generator().manual_seed(0))
+    found = dpfunc.release_mean(
+        values,
+        key=dpfunc.rng.insecure_key(77),
+        **{**FACTS, "dataset_size": 9999, "noise_multiplier": 1e-9, "delta": 1e-9},
+    )
+    assert found.mean.dtype == values.dtype
+    assert found.mean == (values.double().clamp(max=1 - SLACK).sum() / 9999).float()
 
 
 def test_the_journal_counts_it(tmp_path):
