@@ -9,12 +9,25 @@ rest: sensitivity, noise and ledger are those of a plan without telemetry.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpfunc._utils.validation import expect, fail, integer, named, open_unit, real, set_fields, shorten, wrong_type
+from dpfunc._utils.validation import (
+    checked,
+    count,
+    expect,
+    fail,
+    named,
+    open_unit,
+    optional,
+    real,
+    set_fields,
+    shorten,
+    wrong_type,
+)
 from dpfunc.clipping.rules import SLACK
 from dpfunc.errors import InvalidArgument
 from dpfunc.types import Unreleased
@@ -26,6 +39,7 @@ BELOW = "(below)"  # statistic of each clip group: 1 for a norm within the bound
 
 @named
 @dataclass(frozen=True)
+@checked({"low": partial(real, domain="a finite low"), "size": optional(count)})
 class Statistic:
     """A statistic of each record, whose mean over a step is released.
 
@@ -50,13 +64,11 @@ class Statistic:
     def __post_init__(self) -> None:
         edges = tuple(real("edges", edge, "finite edges") for edge in self.edges)
         expect(list(edges) == sorted(set(edges)), "increasing edges", "edges", self.edges)
-        low = real("low", self.low, "a finite low")
         high = 1.0 if self.name == "clipped" or edges else self.high
-        domain = f"a public bound high > low = {low:g} of {self.name!r}"
-        set_fields(self, {"edges": edges, "high": real("high", high, domain, inside=lambda high: high > low)})
-        size = 1 if self.size is None else integer("size", self.size, minimum=1)
-        if bool(edges) + bool(self.size) + bool(low) > 1:
-            raise fail("one of low, edges and size", "size", size, f"{self.name!r} has a norm, or an interval.")
+        domain = f"a public bound high > low = {self.low:g} of {self.name!r}"
+        set_fields(self, {"edges": edges, "high": real("high", high, domain, inside=lambda high: high > self.low)})
+        if bool(edges) + bool(self.size) + bool(self.low) > 1:
+            raise fail("one of low, edges and size", "size", self.size, f"{self.name!r} has a norm, or an interval.")
 
     @property
     def num_values(self) -> int:

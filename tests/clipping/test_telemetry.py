@@ -7,6 +7,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from cases import GROUPINGS, RULES, as_batch, flat, linear_loss, params, random_rows
@@ -249,6 +250,13 @@ BAD = {
     "optimal": (lambda: plan_of(allocation="optimal"), 'allocation="uniform" with telemetry'),
     "type": (lambda: dataclasses.replace(plan_of(), telemetry="loss"), "a clipping.Telemetry, or None"),
 }
+
+
+def test_numbers_of_numpy_and_torch_become_those_of_python():
+    """A checkpoint holds no others, and would be refused after the first steps."""
+    found = Statistic("loss", np.float32(0.5), torch.tensor(2.0)), Statistic("load", high=1, size=np.int64(3))
+    assert found == (Statistic("loss", 0.5, 2.0), Statistic("load", high=1.0, size=3))
+    assert {type(value) for each in found for value in (each.low, each.high, each.size)} == {float, int, type(None)}
 
 
 @pytest.mark.parametrize("case", BAD)
