@@ -35,7 +35,7 @@ class Persons:
 
     index_PK: Tensor = field(repr=False)
     mask_PK: Tensor = field(repr=False)
-    dropped: int
+    dropped: int = field(repr=False)
 
     def __len__(self) -> int:
         """The number of persons P: the `dataset_size` of a plan whose unit of privacy is a person."""

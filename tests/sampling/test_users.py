@@ -191,6 +191,12 @@ def test_persons_of_tuples_and_tensors(kind, engine):
 
 
 ONE = group_by_person(["a"], max_texts=1, key=KEY)
+
+
+def test_what_is_printed_of_persons_says_nothing_of_them():
+    assert repr(group_by_person(["a", "a", "b"], max_texts=1, key=KEY)) == "Persons()"
+
+
 BAD = {
     "no cap": (lambda: group_by_person(["a"], max_texts=0, key=KEY), "an integer max_texts >= 1"),
     "no key": (lambda: group_by_person(["a"], max_texts=1, key=0), "key to be a dpfunc Key"),
