@@ -240,9 +240,10 @@ def _chunk(
 
 
 def _narrow(params: Params) -> bool:
-    """True if there are parameters of 16 bits: their kernels round differently for other shapes, by more than the bound
-    has room for, and the rounding of a row would depend on the number of the other rows."""
-    return not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
+    """True for parameters of 16 bits, and under autocast: kernels round differently for other shapes, by more than the
+    bound has room for, and the rounding of a row would depend on the number of the other rows."""
+    cast = any(torch.is_autocast_enabled(param.device.type) for param in params.values())
+    return cast or not {torch.bfloat16, torch.float16}.isdisjoint([param.dtype for param in params.values()])
 
 
 def _largest(loss_fn: LossFn, params: Params, batch: Batch) -> int:

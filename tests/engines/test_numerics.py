@@ -112,6 +112,27 @@ def test_narrow_models_are_summed_in_float32(engine, name):
     assert apart(found, narrow) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("dtype", "outer", "last"),
+    [(torch.float32, nullcontext, 2), (torch.bfloat16, nullcontext, 4), (torch.float32, autocast, 4)],
+)
+def test_microbatches_of_16_bits_have_one_size(dtype, outer, last):
+    """Kernels of 16 bits round in another way for another number of rows: the last microbatch is padded."""
+    sizes = []
+
+    def engine(loss_fn, params, batch):
+        sizes.append(len(batch))
+        return ENGINES["vmap"]()(loss_fn, params, batch)
+
+    params = {"w": torch.ones(3, dtype=dtype)}
+    loss_fn = lambda p, x: (x * p["w"]).sum(1)
+    with outer():
+        clipped_grad(
+            loss_fn, params, torch.ones(6, 3, dtype=dtype), clipping.Flat(1.0), engine=engine, microbatch_size=4
+        )
+    assert sizes == [4, last]
+
+
 ALIGNED = 256
 
 
