@@ -221,8 +221,8 @@ _INSTEAD: Mapping[str, str] = {
 }
 _USELESS = "A private run does not follow it, so it would change nothing. Leave it out."
 
-# Fields of which each is read by some optimizers of `optim`, and the first by all; beside `optim_args`.
-_OF_OPTIMIZERS = ("optim", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
+# Fields of which each is read by some optimizers of `optim`; beside `optim_args`.
+_OF_OPTIMIZERS = ("optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 # Loggers that send whole checkpoints: the variable that asks for it, its default, and values that do not ask.
 _UPLOADS = (

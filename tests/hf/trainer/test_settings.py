@@ -165,7 +165,7 @@ UNREAD = [  # arguments, optimizer of the script, the one that has no effect
     ({"optim_args": "momentum=0.9"}, None, "optim_args='momentum=0.9'"),
     ({**SGD, "optim_args": "momentum=0.9, nesterow=true"}, None, "optim_args='nesterow=true'"),
     ({**SGD, "adam_beta1": 0.5}, None, "adam_beta1=0.5"), ({**SGD, "adam_epsilon": 0.1}, None, "adam_epsilon=0.1"),
-    (SGD, torch.optim.SGD, "optim='sgd'"), ({"adam_beta2": 0.9}, torch.optim.SGD, "adam_beta2=0.9"),
+({"adam_beta2": 0.9}, torch.optim.SGD, "adam_beta2=0.9"),
     ({**SGD, "optim_args": "momentum=0.9,nesterov=true"}, None, None), ({"optim": "adagrad", "optim_args": "eps=1e-10"}, None, None),
     ({"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.1}, None, None), ({"optim": "adamw_torch"}, None, None),
     ({"optim": "galore_adamw", "optim_args": "rank=2", "optim_target_modules": ["q_lin"]}, None, None),  # not installed
