@@ -307,3 +307,5 @@ READS: dict[Any, Handler] = {
     Tensor.__getitem__: getitem,
     Tensor.__setitem__: setitem,
 }  # fmt: skip
+READING = frozenset(func for func, handler in READS.items() if handler is _read)
+"""Functions by which Python is told numbers of a tensor."""

@@ -34,6 +34,7 @@ from dpfunc.engines._levels import (
     seen_as_compiling,
 )
 from dpfunc.engines._per_sample import Dense, PerSample
+from dpfunc.engines._reads import READING
 from dpfunc.engines._recurrent import KINDS, arguments, layer_by_layer
 from dpfunc.errors import DPFuncError, UnsupportedModel
 from dpfunc.rng import cpu_seeds, insecure_key, torch_seed
@@ -42,7 +43,6 @@ from dpfunc.types import Batch, LossFn, Params
 MAX_TRIAL_READS = 100
 """Numbers of made-up rows that Python may read: a loop of Python may wait for one that they never have."""
 
-_TO_BOOL = frozenset((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose, Tensor.equal))
 _TO_VALUE = frozenset(
     getattr(Tensor, name)
     for name in (
@@ -103,7 +103,7 @@ class RowAlone(TorchFunctionMode):
                     "The loss sets the data of a tensor inside of a transform of torch.func (`tensor.data = value`). "
                     "Return the value from the function that is transformed."
                 )
-            if func in _TO_BOOL or func in _TO_VALUE:
+            if func in READING:
                 self._note_read(func, args)
             self.backward |= func in (torch.autograd.backward, Tensor.backward)
         except (DPFuncError, _UnansweredRead) as error:
