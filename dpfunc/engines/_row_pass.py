@@ -165,8 +165,8 @@ class _RowPass(Pass):
         if handlers is _NO_HANDLERS:
             return func(*args, **kwargs)
         try:
-            if open_modes() != self._modes:
-                self._below_levels()
+            if open_modes() != self._modes and (names := entered_modes(self._modes)):
+                self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
             own_class = refuse_earlier(args, kwargs)
             if own_class is not None:
                 self.stop(NeedsLoop(f"tensors of the class {own_class.__qualname__} compute all rows at once"))
@@ -195,12 +195,6 @@ class _RowPass(Pass):
         args, kwargs = made_up_numbers((tuple(args), dict(kwargs)), self.raised)
         with outside_levels():
             return func(*args, **kwargs)
-
-    def _below_levels(self) -> None:
-        """End the pass where a mode that the loss has entered would see the rows together."""
-        names = entered_modes(self._modes)
-        if names:
-            self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
 
     def _by_parts(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Functions of torch that are written in Python, with their parts seen; operations of others are refused."""
