@@ -184,7 +184,8 @@ def group_sensitivities(bounds: Mapping[str, float], adjacency: Adjacency) -> di
 def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask_B: Tensor | None) -> Tensor:
     """The rule's factors, forced to respect the bound whatever the rule returns.
 
-    `factor <= C_g (1 - 2**-13) / norm`, max(C_g, 1) for a norm below 1e-12, and exactly 0 for samples that are padding
+    `factor <= C_g (1 - 2**-13) / norm`; for a norm below 1e-12 max(C_g, 1), but for bounds that are as small, which a
+    rule of a user may have: there it is what that norm would get. It is exactly 0 for samples that are padding
     (`mask_B` false; None: no sample is) or have a norm that is not finite in any group: these contribute nothing.
     A rule that is not of this library sees one row at a time; a faulty one costs utility, not privacy. Unreleased.
 
@@ -193,7 +194,7 @@ def safe_factors(rule: ClipRule, norms_BG: Tensor, bounds: Sequence[float], mask
         other rows cannot (tests/clipping/test_rules.py::test_a_rule_sees_one_row).
     """
     inside = [bound * (1.0 - SLACK) for bound in bounds]
-    most = [max(bound, 1.0) for bound in inside]
+    most = [min(max(bound, 1.0), bound / _TINY_NORM) for bound in inside]
     infinite, none = [math.inf] * len(inside), [0.0] * len(inside)
     inner_G, most_G, infinite_G, none_G = norms_BG.new_tensor([inside, most, infinite, none]).unbind(0)
     finite_BG = norms_BG.abs() < math.inf  # false for NaN as well

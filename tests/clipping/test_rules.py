@@ -175,6 +175,14 @@ def test_factors_of_another_shape_are_refused(factors, got):
         safe_factors(Named(), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1.0, 1.0], None)
 
 
+@pytest.mark.parametrize("bound", [1e-36, 1e-20, 1e-13, 1e-12, 1e30])
+@pytest.mark.parametrize("norm", [1e-30, 1e-20, 5e-13, 1.0])
+def test_bounds_that_no_rule_of_dpfunc_has_are_kept(bound, norm):
+    """A rule of a user says its bound itself; norms below 1e-12 were let through whole."""
+    Large = type("Large", (), {"factors": lambda self, norms_BG, _: torch.full_like(norms_BG, 1e30)})
+    assert float(safe_factors(Large(), torch.tensor([[norm]]), [bound], None)) * norm <= bound
+
+
 def test_factors_of_another_dtype_are_taken():
     norms_BG, Double = (
         torch.ones(3, 1),
