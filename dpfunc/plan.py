@@ -253,6 +253,8 @@ class Plan:
         >>> 2.9 < plan.guarantee().epsilon <= 3.0
         True
         """
+        if not isinstance(noise_schedule, Schedule | None):
+            raise wrong_type("noise_schedule to be a dpfunc.types.Schedule, or None", "noise_schedule", noise_schedule)
         epsilon, delta, spent = _of_budget(epsilon, delta, spent, budget)
         positive("epsilon", epsilon)
         drawn = _sampler(sampler, dataset_size, expected_batch_size)

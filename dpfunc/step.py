@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfunc import state as states
 from dpfunc._utils.processes import initialized, process_context
-from dpfunc._utils.validation import fail, named, one_of, refuse, wrong_type
+from dpfunc._utils.validation import fail, named, one_of, positive, refuse, wrong_type
 from dpfunc._utils.versions import installed
 from dpfunc.accounting import Ledger
 from dpfunc.accounting import record as known
@@ -125,7 +125,8 @@ class DPStep:
             warn_of_unused(self.clipped_grad.unused(params, rows.batch))
             look_at_rows(self.clipped_grad.loss_fn, params, rows.batch, real_B, unreleased.losses_B, num_records)
         released, noise_state = self._add_noise(clipped, params, state, clip)
-        statistics = clip.read(released, self.plan.sampler.expected_batch_size(state.step))
+        size = positive("expected_batch_size of the sampler", self.plan.sampler.expected_batch_size(state.step))
+        statistics = clip.read(released, size)
         after = states.next_state(self.plan, state, noise_state, self.facts)._replace(
             telemetry=statistics.get(LEAF),
             clip_state=of_run(self.plan.clip).next(state.clip_state, statistics.get(RULE_LEAF)),

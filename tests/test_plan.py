@@ -119,6 +119,7 @@ CONTRADICTIONS = {
 OF_BUDGETS = {
     "q > 1": ({"expected_batch_size": 1001}, r"0 < expected_batch_size <= dataset_size.*expected_batch_size=1001"),
     "empty data": ({"dataset_size": 0}, r"dataset_size >= 1, got dataset_size=0"),
+    "a number for a schedule": ({"noise_schedule": 0}, "noise_schedule to be a dpfunc.types.Schedule, or None"),
     "no batch": ({"expected_batch_size": 0}, r"expected_batch_size=0"),
     "epsilon 0": ({"epsilon": 0}, r"Expected 0 < epsilon < inf, got epsilon=0"),
     "delta": ({"delta": 0.01}, r"Expected delta < 1 / dataset_size"),

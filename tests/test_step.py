@@ -284,6 +284,21 @@ def test_a_run_begins_with_what_its_plan_counts():
             init(params(), secure_key(), less)
 
 
+class OfNoSizeLater(sampling.Poisson):
+    """A sampler of a user, which divides by zero in its second step."""
+
+    def expected_batch_size(self, step):
+        return super().expected_batch_size(step) if step == 0 else 0.0
+
+
+def test_a_step_that_would_divide_by_zero_is_not_spent(tmp_path):
+    the_plan = plan(sampler=OfNoSizeLater(100, 0.2))
+    written = []
+    with pytest.raises(InvalidArgument, match="Expected 0 < expected_batch_size of the sampler < inf, got"):
+        run(the_plan, journal=written.append)
+    assert [state.step for state in written] == [1]
+
+
 def test_types_of_parameters():
     """What is released has that of the parameters; in float16, gradients beyond 65504 would be infinite and count as zero."""
     batch = {name: value.bfloat16() for name, value in take(DATA, torch.arange(4)).items()}
