@@ -125,6 +125,8 @@ def audit(
     refuse(
         (picture is not None and find_spec("matplotlib") is None,
          'Expected matplotlib for --plot. Run: pip install "dpfunc[demo]". Nothing was trained.'),
+        (picture is not None and picture == out,
+         f"Expected two files for --out and --plot, got {picture} for both. Nothing was trained."),
     )  # fmt: skip
     key = secure_key() if insecure_seed is None else insecure_key(insecure_seed)
     result, values = _run("audit", source, key=key, count=canaries, steps=steps, score=score)

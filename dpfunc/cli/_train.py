@@ -343,7 +343,7 @@ def _search_public(
         return
     best = max(range(len(rows)), key=lambda number: rows[number]["score"])
     chosen = search.candidates[best]
-    out.write_text(yaml.safe_dump(tuned(values, chosen.prepared.job), sort_keys=False, allow_unicode=True), "utf-8")
+    replace_file(out, yaml.safe_dump(tuned(values, chosen.prepared.job), sort_keys=False, allow_unicode=True))
     report.say(
         f"score: {TASKS[search.job.task].score}, divided by their number; one run each, on public records: nothing was "
         "spent.",

@@ -104,6 +104,8 @@ def certify(
     dpfunc.errors.InvalidArgument: Expected the folder of a run with privacy_accounting.json in it, got run='nowhere'.
     """
     folder = Path(run)
+    path = Path(out or folder / "certificate.json")
+    expect(path.suffix != ".html", "a JSON file, beside which its page (.html) is written", "out", str(path))
     file, place = folder / RECORD_FILE, folder / _PLACE
     record = read_cost(file) if file.is_file() else None
     if isinstance(record, SelectionRecord):
@@ -125,7 +127,6 @@ def certify(
     if private_key is not None:
         values["signature"] = signed(values, Path(private_key))
     values["digest"] = digest_of(values)
-    path = Path(out or folder / "certificate.json")
     replace_file(path, canonical(values))
     replace_file(path.with_suffix(".html"), page(values))
     return path

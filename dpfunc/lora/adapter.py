@@ -185,6 +185,10 @@ def attach(
     layers = _select_layers(module, targets)
     trained = tuple(select(module, also_train)) if also_train else ()
     config = LoRAConfig(tuple(layers), rank, alpha, rslora, dropout, train, init, trained)
+    expect(
+        not config.dropout or not all(isinstance(layer, nn.Embedding) for layer in layers.values()),
+        "dropout=0 where embeddings alone are adapted, whose inputs are not dropped", "dropout", dropout,
+    )  # fmt: skip
     if problem := uncopied(module):
         raise UnsupportedModel(problem)
     adapted, counterparts = _adapted_copy(module, layers, config, key)

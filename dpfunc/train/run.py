@@ -20,7 +20,7 @@ from torch import nn
 from dpfunc import distributed
 from dpfunc._utils.files import replace_file
 from dpfunc._utils.locks import only_process
-from dpfunc._utils.validation import one_of, refuse, suggestion
+from dpfunc._utils.validation import fail, one_of, refuse, suggestion
 from dpfunc.accounting import Ledger
 from dpfunc.accounting.record import RECORD_FILE
 from dpfunc.budget import Budget
@@ -179,6 +179,11 @@ def check_job(job: Job, resume: bool, insecure_seed: int | None) -> None:
     if job.training.report_to not in (None, ("all",), ("none",)):
         _check_loggers(job.training.report_to or ())
     folders.check_folder(job, resume, insecure_seed)
+    refuse(
+        (insecure_seed is not None and not job.privacy.dp_enabled,
+         fail("no --insecure-seed without privacy, where there is no noise", "insecure_seed", insecure_seed,
+              "All that is random there follows from training.seed.")),
+    )  # fmt: skip
 
 
 def _check_loggers(names: Sequence[str]) -> None:

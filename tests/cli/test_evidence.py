@@ -25,6 +25,14 @@ def test_an_audit_asks_for_matplotlib_before_it_runs(tmp_path, monkeypatch):
     assert "Expected matplotlib for --plot" in found.stderr
 
 
+def test_a_picture_has_another_file_than_the_result(tmp_path, monkeypatch):
+    """After the training the result had the place of the picture, which ended in a traceback."""
+    monkeypatch.setattr(_evidence, "find_spec", lambda name: "there")
+    found = audit(tmp_path, "--out", str(tmp_path / "audit.png"))
+    assert (found.exit_code, type(found.exception)) == (1, SystemExit), found.exception
+    assert "Expected two files for --out and --plot" in found.stderr
+
+
 def test_a_result_without_a_picture_is_not_lost(tmp_path, monkeypatch):
     """Of a run without noise, whose claim is infinite, nothing can be drawn."""
     monkeypatch.setattr(_evidence, "find_spec", lambda name: "there")

@@ -84,6 +84,8 @@ def test_json_is_all_that_stdout_has(here, flags):
 
 
 def test_the_twin_has_a_folder_of_its_own(here):
+    for more in ([], ["--dry-run"]):
+        assert "Expected no --insecure-seed without privacy" in train("--no-dp", "--insecure-seed", 3, *more).stderr
     result = train("--no-dp")
     assert result.exit_code == 0, result.output
     assert "epsilon=inf. This is the twin without privacy" in result.stdout

@@ -618,6 +618,13 @@ def test_a_certificate_that_names_no_weights_says_so(tmp_path):
     assert "Do not rely on it: see not shown." in shown.output
 
 
+def test_the_page_does_not_take_the_place_of_the_certificate(tmp_path):
+    trained(tmp_path / "run")
+    with pytest.raises(InvalidArgument, match=r"Expected a JSON file, beside which its page \(.html\) is written"):
+        certify(tmp_path / "run", out=tmp_path / "run.html")
+    assert not (tmp_path / "run.html").exists()
+
+
 def test_one_certificate_of_several_runs(tmp_path):
     """Steps, budgets and weights of all; what the others had counted before; nobody can claim less with a new digest."""
     plans = [plan_of(), plan_of(noise_multiplier=3.0, num_steps=2), plan_of(noise_multiplier=5.0, num_steps=7)]

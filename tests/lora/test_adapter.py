@@ -100,6 +100,7 @@ BAD = {
     "rank 0": ({"rank": 0}, "Expected an integer rank >= 1, got rank=0"),
     "float rank": ({"rank": 2.0}, r"got rank=2.0"),
     "alpha": ({"alpha": 0.0}, "Expected 0 < alpha < inf"),
+    "dropout of embeddings": ({"dropout": 0.1, "targets": ["embed"]}, "Expected dropout=0 where embeddings alone are adapted"),
     "dropout of all": ({"dropout": 1.0}, "Expected 0 <= dropout < 1"),
     "train": ({"train": "A"}, "Expected train to be one of 'AB', 'B', 'vectors'"),
     "vectors of an embedding": ({"train": "vectors", "targets": ["embed"]}, r"Expected linear layers with train='vectors', got targets=\['embed'\]"),
