@@ -103,7 +103,7 @@ def _check_images(images: Sequence[str], data: DataSection, where: str) -> None:
     """Check the number of images of a record, and each of them."""
     refuse(
         (len(images) > data.max_images,
-         f"Expected at most data.max_images={data.max_images} images in {where}, got {len(images)}. It is "
+         f"Expected at most data.max_images={data.max_images} images in {where}, got more. It is "
          "public: choose it for all records that there could be."),
     )  # fmt: skip
     for image in images:
@@ -194,7 +194,7 @@ def _token_labels_record(tokenizer: Any, row: Row, data: DataSection, where: str
     words, given = _texts_in(row[data.text_column]), _texts_in(row[data.label_column])
     refuse(
         (not words or len(words) != len(given),
-         f"Expected words and one label for each in {where}, got {len(words)} words and {len(given)} labels. "
+         f"Expected words and one label for each in {where}, got another number of them. "
          "Write two lists, or two texts with spaces between the words and between the labels."),
     )  # fmt: skip
     classes = _classes(given, data, where)
