@@ -298,7 +298,6 @@ class PassResult:
     losses_B: Tensor
     rest: Mapping[str, Tensor]
     params: Params
-    disagreed: Diverged | None
     uses: Sequence[ParameterUse]
     aux: Any = None
     by_row: Sequence[str] = ()

@@ -441,6 +441,7 @@ def run_pass(
             if mode.stopped is not None:
                 raise mode.stopped from error
             raise
+        mode.stopped = mode.stopped or mode.disagreed
         if mode.stopped is not None:
             raise mode.stopped
         with OutsideTransforms():
@@ -451,7 +452,7 @@ def run_pass(
             if aux is not None:
                 aux = pytree.tree_map(lambda leaf: over.all_rows(leaf)[:, 0].detach(), aux)
     read = mode.reads, mode.reads_of_constants
-    return PassResult(losses_B, rest, params, mode.disagreed, mode.credited, aux, tuple(mode.by_row), *read)
+    return PassResult(losses_B, rest, params, mode.credited, aux, tuple(mode.by_row), *read)
 
 
 def first_settings_that_work(first: Settings, attempt: Callable[[Settings], _Found]) -> tuple[_Found, Settings]:

@@ -207,17 +207,15 @@ class VmapGrad:
                 if why_loop:
                     raise NeedsLoop(why_loop)
                 found = self._by_first_settings(every.some(own), calls)
+                # an audit computes rows alone, and cannot where a module swaps its parameters in itself
+                done.append(_Part(own, found if self.source is None else replace(found, needs_audit=False), counted))
+            except Diverged as stop:
+                todo += stop.within(own)
+                read = stop.read
             except NeedsLoop as stop:
                 if in_lockstep():
                     return [self._by_loop(every, places, calls, str(stop))], read
                 done.append(self._by_loop(every, own, calls, str(stop)))
-                continue
-            if isinstance(found, Diverged):
-                todo += found.within(own)
-                read = found.read
-            else:
-                # an audit computes rows alone, and cannot where a module swaps its parameters in itself
-                done.append(_Part(own, found if self.source is None else replace(found, needs_audit=False), counted))
         return done, read
 
     def _decision(self, calls: _Calls, parts: Sequence[_Part], read: str) -> Decision:
@@ -236,15 +234,12 @@ class VmapGrad:
         """Decision about the last microbatch of a loss function, and why; None before its first."""
         return self._decisions.get(loss_fn)
 
-    def _by_first_settings(self, rows: Rows, calls: _Calls) -> PerSample | Ghost | Diverged:
-        """Gradients of these rows by the first settings that work; or groups in which they can be computed."""
+    def _by_first_settings(self, rows: Rows, calls: _Calls) -> PerSample | Ghost:
+        """Gradients of these rows by the first settings that work."""
 
-        def attempt(settings: Settings) -> PerSample | Ghost | Diverged:
+        def attempt(settings: Settings) -> PerSample | Ghost:
             calls.begin()
-            try:
-                return self._gradients(rows, settings, calls)
-            except Diverged as stop:
-                return stop
+            return self._gradients(rows, settings, calls)
 
         try:
             found, settings = first_settings_that_work(calls.prepared.settings, attempt)
@@ -254,13 +249,11 @@ class VmapGrad:
         calls.succeed(settings)
         return found
 
-    def _gradients(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost | Diverged:
+    def _gradients(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost:
         """Gradients of rows by one pass; with `two_passes`, each sum takes another."""
         if not self.two_passes or not settings.rules:
             kept = Kept()
             result = calls.run_pass(rows, settings, kept)
-            if result.disagreed is not None:
-                return result.disagreed
             if self.on_pass is not None:
                 self.on_pass(result)
             kept.take_formed(result.rest)
@@ -271,8 +264,6 @@ class VmapGrad:
         careful = self._marked.get(rows.loss_fn, False)
         first = Streamed(together=calls.prepared.together, careful=careful)
         result = calls.run_pass(rows, settings, first)
-        if result.disagreed is not None:
-            return result.disagreed
         with exact(result.losses_B.device), torch.no_grad():
             first.finish(result)
             marked = first.is_marked()
@@ -297,8 +288,6 @@ class VmapGrad:
         try:
             with parameters_unchanged(rows.params), around():
                 result = calls.run_pass(rows, settings, again)
-            if result.disagreed is not None:
-                raise result.disagreed
             with exact(result.losses_B.device), torch.no_grad():
                 again.finish(result)
         except Stop as stop:
