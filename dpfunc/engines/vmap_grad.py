@@ -108,8 +108,8 @@ class _Calls:
         """Numbers that Python may read: none before what the loss keeps is noted (in lockstep, others wait)."""
         return math.inf if self.kept or in_lockstep() else 0
 
-    def begin(self) -> None:
-        """Begin a call: rows draw the same in each."""
+    def run_pass(self, rows: Rows, settings: Settings, kept: Kept) -> PassResult:
+        """One call: a pass over rows, which draw the same in each."""
         torch.default_generator.set_state(self.seed)
         self.number += 1
         if self.kept and (self.read or self.done):  # what one call changes, another could change back
@@ -117,9 +117,6 @@ class _Calls:
             refuse_kept(self.loss_fn)
         elif (self.read or self.number > 1) and not self.allowed:
             self.kept = python_state(self.loss_fn)
-
-    def run_pass(self, rows: Rows, settings: Settings, kept: Kept) -> PassResult:
-        """One pass over rows."""
         found = run_pass(rows, settings, self.prepared.known, kept, self.allowed)
         self.by_row.update(found.by_row)
         return found
@@ -206,9 +203,14 @@ class VmapGrad:
                     why_loop = f"rows do not agree on what Python reads ({read})"
                 if why_loop:
                     raise NeedsLoop(why_loop)
-                found = self._by_first_settings(every.some(own), calls)
+                attempt = partial(self._gradients, every.some(own), calls)
+                found, settings = first_settings_that_work(calls.prepared.settings, attempt)
+                calls.succeed(settings)
                 # an audit computes rows alone, and cannot where a module swaps its parameters in itself
                 done.append(_Part(own, found if self.source is None else replace(found, needs_audit=False), counted))
+            except FirstRead as stop:
+                calls.first_read(str(stop))
+                todo.append(own)
             except Diverged as stop:
                 todo += stop.within(own)
                 read = stop.read
@@ -234,22 +236,7 @@ class VmapGrad:
         """Decision about the last microbatch of a loss function, and why; None before its first."""
         return self._decisions.get(loss_fn)
 
-    def _by_first_settings(self, rows: Rows, calls: _Calls) -> PerSample | Ghost:
-        """Gradients of these rows by the first settings that work."""
-
-        def attempt(settings: Settings) -> PerSample | Ghost:
-            calls.begin()
-            return self._gradients(rows, settings, calls)
-
-        try:
-            found, settings = first_settings_that_work(calls.prepared.settings, attempt)
-        except FirstRead as stop:
-            calls.first_read(str(stop))
-            return self._by_first_settings(rows, calls)
-        calls.succeed(settings)
-        return found
-
-    def _gradients(self, rows: Rows, settings: Settings, calls: _Calls) -> PerSample | Ghost:
+    def _gradients(self, rows: Rows, calls: _Calls, settings: Settings) -> PerSample | Ghost:
         """Gradients of rows by one pass; with `two_passes`, each sum takes another."""
         if not self.two_passes or not settings.rules:
             kept = Kept()
@@ -269,8 +256,7 @@ class VmapGrad:
             marked = first.is_marked()
         self._marked[rows.loss_fn] = on_any_process(marked)
         if self._marked[rows.loss_fn] and not careful:
-            calls.begin()
-            return self._gradients(rows, settings, calls)
+            return self._gradients(rows, calls, settings)
         again = partial(self._weigh, rows, settings, first, calls, precision_now(result.losses_B.device))
         return Ghost(result.losses_B, first.sq_norms, first.unused, again, aux=result.aux)
 
@@ -280,11 +266,8 @@ class VmapGrad:
     ) -> dict[str, Tensor]:  # fmt: skip
         """Weighted sums, by another pass with the same random numbers and precision."""
         again = Streamed(together=first.together, careful=first.careful, factors=factors, source=self.source)
-        after, calls = (
-            torch.default_generator.get_state(),
-            _Calls(rows.loss_fn, before.seed, before.prepared, before.read),
-        )
-        calls.begin()
+        after = torch.default_generator.get_state()
+        calls = _Calls(rows.loss_fn, before.seed, before.prepared, before.read)
         try:
             with parameters_unchanged(rows.params), around():
                 result = calls.run_pass(rows, settings, again)
