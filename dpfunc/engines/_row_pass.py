@@ -441,9 +441,9 @@ def run_pass(
             if mode.stopped is not None:
                 raise mode.stopped from error
             raise
-        mode.stopped = mode.stopped or mode.disagreed
-        if mode.stopped is not None:
-            raise mode.stopped
+        stopped = mode.stopped or mode.disagreed
+        if stopped is not None:
+            raise stopped
         with OutsideTransforms():
             mode.check_draws()
         rest = {name: over.all_rows(grad) for name, grad in zip(params, found, strict=True) if grad is not None}
