@@ -12,6 +12,7 @@ from torch import nn
 
 from dpfunc._utils.validation import expect, fail, positive, refuse
 from dpfunc.accounting import Event, Guarantee, Ledger, RunCount, calibrate_search, record
+from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.plan import Plan
 from dpfunc.rng import stream
 from dpfunc.train import _run_folder as folders
@@ -198,9 +199,10 @@ def _filled(job: Job, factor: float, model: nn.Module, size: int, plan: Plan) ->
         head_rate=None if filled.head_rate is None else factor * filled.head_rate,
         steps=plan.num_steps, epochs=None, eval_steps=None, report_to=None, save_steps=plan.num_steps,
     )  # fmt: skip
-    return replace(
-        job, training=training, privacy=replace(by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan))
+    own = replace(
+        by_recipe.privacy, dp_epsilon=None, dp_noise_multiplier=noise_of(plan), dp_warn_at=PrivacyArguments.dp_warn_at
     )
+    return replace(job, training=training, privacy=own)
 
 
 def _on_public(candidate: Candidate) -> Candidate:

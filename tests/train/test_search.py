@@ -111,7 +111,7 @@ def searched(*flags, public=PUBLIC, **options):
 def test_public_runs_have_the_noise_of_the_private_run(here):
     """Also where earlier runs are counted; and no private record is in the search."""
     Path("earlier.json").write_text(Ledger((Event(1.0, 2.0, 1),)).to_json())
-    for flags in ([], ["--spent", "earlier.json"]):
+    for flags in (["--dp_warn_at", "0.5"], ["--spent", "earlier.json"]):
         plan = prepare(read_job("job.yaml", flags)).plan
         search = searched(*flags)
         (candidate,) = search.candidates

@@ -144,6 +144,10 @@ class PrivacyArguments:
             (private and self.dp_max_epsilon is not None and self.dp_noise_multiplier is None,
              "Expected dp_max_epsilon together with dp_noise_multiplier only, got dp_max_epsilon="
              f"{self.dp_max_epsilon} and dp_epsilon={self.dp_epsilon}. dp_epsilon is a ceiling already."),
+            (private and self.dp_epsilon is None and self.dp_max_epsilon is None
+             and self.dp_warn_at != type(self).dp_warn_at,
+             f"Expected dp_epsilon or dp_max_epsilon together with dp_warn_at, got dp_warn_at={self.dp_warn_at} alone: "
+             "there is no budget of which a share could be spent."),
             (private and self.dp_delta is None,
              "Expected dp_delta to be given, got dp_delta=None. Choose it well below 1 / number of records, e.g. "
              "1e-5 for 10 000 records; dpfunc.accounting.suggest_delta(n) suggests one."),

@@ -96,6 +96,7 @@ def test_clip_rules():
         ({**GUIDE, "dp_accountant": "gdp-approximation"}, "under-reports"),
         ({**GUIDE, "dp_adjacency": "bounded"}, "dp_adjacency to be one of"),
         ({**GUIDE, "dp_warn_at": 90}, "0 < dp_warn_at <= 1"),
+        ({**GUIDE, "dp_epsilon": None, "dp_noise_multiplier": 1.0, "dp_warn_at": 0.5}, "there is no budget of which"),
     ],
 )
 def test_incomplete_and_contradicting_values_are_refused(values, message):
