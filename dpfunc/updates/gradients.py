@@ -25,8 +25,8 @@ def set_grads(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None
         None. What is written is released if `grads` is.
 
     Raises:
-        InvalidArgument: parameters without a gradient, gradients of unknown names, or a gradient of another shape,
-            dtype or device than its parameter. Nothing was written.
+        InvalidArgument: parameters without a gradient, gradients of unknown names, one parameter under two names, or a
+            gradient of another shape, dtype or device than its parameter. Nothing was written.
 
     Guarantees:
         tests/updates/test_gradients.py: an optimizer moves each parameter by its own gradient
@@ -46,6 +46,12 @@ def set_grads(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None
             "Expected a gradient for each parameter and no others, got grads "
             f"{apart(params.keys() - grads.keys(), grads.keys() - params.keys())}. Pass the params that the step was "
             "called with: the mapping of functionalize or lora.attach. Nothing was written."
+        )
+    if len({id(param) for param in params.values()}) < len(params):
+        raise InvalidArgument(
+            "Expected each parameter under one name, got a tensor under several: of their gradients the last one would "
+            "count. Take forward, params = dpfunc.functionalize(module), where tied parameters have one name. Nothing "
+            "was written."
         )
     for name, param in params.items():
         expected = _kind(param)

@@ -52,3 +52,11 @@ def test_an_error_names_the_parameter_and_nothing_is_written(case):
     with pytest.raises(InvalidArgument, match=words):
         dpfunc.set_grads(params, change(grads))
     assert [name for name, param in params.items() if param.grad is not None] == []
+
+
+def test_a_tied_parameter_under_two_names_is_refused():
+    """Each name has a part of its gradient: the last one took the place of the other."""
+    tied = nn.Parameter(torch.zeros(2))
+    with pytest.raises(InvalidArgument, match="under one name.*Nothing was written"):
+        dpfunc.set_grads({"a": tied, "b": tied}, {"a": torch.ones(2), "b": torch.ones(2)})
+    assert tied.grad is None
