@@ -20,6 +20,7 @@ from dpfunc._utils.validation import (
     count,
     expect,
     fail,
+    line,
     named,
     open_unit,
     optional,
@@ -39,7 +40,7 @@ BELOW = "(below)"  # statistic of each clip group: 1 for a norm within the bound
 
 @named
 @dataclass(frozen=True)
-@checked({"low": partial(real, domain="a finite low"), "size": optional(count)})
+@checked({"name": line, "low": partial(real, domain="a finite low"), "size": optional(count)})
 class Statistic:
     """A statistic of each record, whose mean over a step is released.
 

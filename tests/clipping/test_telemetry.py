@@ -244,6 +244,7 @@ BAD = {
     "nothing": (lambda: Telemetry((), 0.1), "some clipping.Statistic"),
     "twice": (lambda: Telemetry((Statistic("clipped"), Statistic("clipped")), 0.1), "one statistic of each name"),
     "no bound": (lambda: Statistic("loss"), "a public bound high > low = 0 of 'loss', got high=None"),
+    "no text": (lambda: Statistic(2, high=1.0), "a line of printable text, got name=2"),
     "bounds": (lambda: Statistic("loss", 2.0, 1.0), "a public bound high > low = 2"),
     "edges": (lambda: Statistic("norm", edges=(1.0, 0.5)), "increasing edges"),
     "interval of a norm": (lambda: Statistic("load", 0.5, 1.0, size=3), "one of low, edges and size"),
