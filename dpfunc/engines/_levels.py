@@ -15,8 +15,6 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
-from torch._C._functorch import get_single_level_autograd_function_allowed as _single_level_allowed
-from torch._C._functorch import set_single_level_autograd_function_allowed as _allow_single_level
 from torch._functorch.eager_transforms import grad_increment_nesting
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as _without_level
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting  # type: ignore[attr-defined]  # private
@@ -79,14 +77,14 @@ def custom_functions(plain: bool) -> Iterator[None]:
     if not plain:
         yield
         return
-    before = _single_level_allowed()
-    _allow_single_level(True)
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
     transforms_seen(False)
     try:
         yield
     finally:
         transforms_seen(True)
-        _allow_single_level(before)
+        functorch.set_single_level_autograd_function_allowed(before)
 
 
 @contextmanager
@@ -188,12 +186,12 @@ class Node(_SingleLevelFunction):
 
 def apply_node(node: type[Node], *args: Any) -> Any:
     """Apply a node, whatever levels are open."""
-    before = _single_level_allowed()
-    _allow_single_level(True)
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
     try:
         return node.apply(*args)  # type: ignore[attr-defined]  # of C
     finally:
-        _allow_single_level(before)
+        functorch.set_single_level_autograd_function_allowed(before)
 
 
 def gradients(ends: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Any]) -> Sequence[Tensor | None]:

@@ -19,10 +19,8 @@ from dpfunc.engines._levels import Handler, NeedsLoop, OutsideTransforms, Pass, 
 
 def bits(values_B: Tensor) -> list[bytes]:
     with OutsideTransforms():
-        if not values_B.numel():
-            return [b""] * len(values_B)
-        flat = values_B.detach().reshape(len(values_B), -1).clone(memory_format=torch.contiguous_format).cpu()
-        flat = flat.view(torch.uint8)
+        flat = values_B.detach().reshape(len(values_B), values_B[0].numel())
+        flat = flat.clone(memory_format=torch.contiguous_format).cpu().view(torch.uint8)
         return [row.tobytes() for row in flat.numpy()]
 
 

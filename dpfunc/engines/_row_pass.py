@@ -28,14 +28,6 @@ from dpfunc.engines._composite import COMPOSITES
 from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operation, without_form
 from dpfunc.engines._ghost import SwappedParameters
 from dpfunc.engines._guards import loss as checks
-from dpfunc.engines._guards.loss import (
-    computes_itself,
-    entered_modes,
-    forget_gone,
-    open_modes,
-    plain_memory,
-    refuse_earlier,
-)
 from dpfunc.engines._guards.operations import UNDECLARED, refuse_undeclared
 from dpfunc.engines._guards.row_memory import WRITING, overlaps
 from dpfunc.engines._levels import (
@@ -148,7 +140,7 @@ class _RowPass(Pass):
     ) -> None:  # fmt: skip
         leaves = {name: over.leaf(param) for name, param in params.items()}
         super().__init__(over, params, leaves, uses, kept.take, kept.counts, settings.rules, allowed)
-        self._modes, self.raised = open_modes(), 0
+        self._modes, self.raised = checks.open_modes(), 0
         self.settings, self._rows, self._seed = settings, rows, torch.default_generator.get_state()
         self._handlers = _HANDLERS_WITH_RULES if settings.rules else _HANDLERS_WITHOUT_RULES
         self._stand_ins = {id(params[name]): leaf for name, leaf in leaves.items()} if rows.source is not None else {}
@@ -165,9 +157,9 @@ class _RowPass(Pass):
         if handlers is _NO_HANDLERS:
             return func(*args, **kwargs)
         try:
-            if open_modes() != self._modes and (names := entered_modes(self._modes)):
+            if checks.open_modes() != self._modes and (names := checks.entered_modes(self._modes)):
                 self.stop(NeedsLoop(f"the loss enters the mode {names}, which would see all rows at once"))
-            own_class = refuse_earlier(args, kwargs)
+            own_class = checks.refuse_earlier(args, kwargs)
             if own_class is not None:
                 self.stop(NeedsLoop(f"tensors of the class {own_class.__qualname__} compute all rows at once"))
             if REGISTERED and func in REGISTERED and self.rules:
@@ -352,7 +344,7 @@ def _data_set(mode: Pass, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     """`weight.data += change` sets the tensor that is there already, after a write in place; levels allow no other."""
     if is_set_from_inside(args):
         mode.stop(NeedsLoop("the loss sets the data of a tensor from outside of it"))
-    target, value = (plain_memory(each) for each in args)
+    target, value = (checks.plain_memory(each) for each in args)
     if target is None or value is None or not at_a_level(args[0]):
         return NotImplemented
     same = target.data_ptr() == value.data_ptr() and args[0].shape == args[1].shape
@@ -417,13 +409,13 @@ def run_pass(
 ) -> PassResult:
     """Losses of rows that go the same way; their gradients by rules go to `kept`. `allowed`: see `Pass`."""
     num_rows = len(rows.positions)
-    forget_gone()
+    checks.forget_gone()
     if rows.source is None:
         params = {name: param.detach() for name, param in rows.params.items()}
     else:  # FSDP holds parts: tensors in place of them
         params = rows.source.leaves(rows.params)
     for kind in set[Any](map(type, tree_leaves((params, rows.batch)))):
-        if computes_itself(kind):
+        if checks.computes_itself(kind):
             raise NeedsLoop(f"tensors of the class {kind.__qualname__} compute all rows at once")
     kind = _PlainFunctions if settings.plain_functions else _RowPass
     with levels(num_rows) as over:

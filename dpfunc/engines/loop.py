@@ -21,12 +21,12 @@ from dpfunc.engines._draws import RANDOM, OwnDraws, inside_vmap, random_operatio
 from dpfunc.engines._guards import loss as checks
 from dpfunc.engines._guards.collectives import CollectiveRecorder, check_replicated, own_only
 from dpfunc.engines._guards.kept_state import python_state, refuse_counting
-from dpfunc.engines._guards.loss import refuse_earlier, refuse_kept
 from dpfunc.engines._guards.operations import refuse_undeclared
 from dpfunc.engines._guards.row_memory import RowMemory
 from dpfunc.engines._levels import (
     MOST_RAISED,
     SETTING_DATA,
+    Stop,
     is_set_from_inside,
     made_up_numbers,
     parts_of,
@@ -74,10 +74,6 @@ class Trial(NamedTuple):
     unused: tuple[str, ...] = ()
 
 
-class _UnansweredRead(BaseException):
-    """The loss reads a number that cannot be answered. It is no `Exception`, so the loss does not catch it."""
-
-
 class RowAlone(TorchFunctionMode):
     """Mode in which the loss is called with one row alone: it sees each torch function that the loss calls."""
 
@@ -96,7 +92,7 @@ class RowAlone(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            refuse_earlier(args, kwargs, self.memory.depends)
+            checks.refuse_earlier(args, kwargs, self.memory.depends)
             refuse_undeclared(func)
             if func in SETTING_DATA and is_set_from_inside(args):
                 raise UnsupportedModel(
@@ -106,7 +102,7 @@ class RowAlone(TorchFunctionMode):
             if func in READING:
                 self._note_read(func, args)
             self.backward |= func in (torch.autograd.backward, Tensor.backward)
-        except (DPFuncError, _UnansweredRead) as error:
+        except (DPFuncError, Stop) as error:
             self.stopped, self.raised = self.stopped or error, self.raised + 1
             if self.raised <= MOST_RAISED:
                 raise
@@ -130,7 +126,7 @@ class RowAlone(TorchFunctionMode):
         if self.allowed is not None:
             self.allowed -= 1
             if self.allowed < 0 or func in _TO_VALUE:  # a loop of Python may wait for a number that zeros never have
-                raise _UnansweredRead
+                raise Stop
 
     def _computed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in RANDOM and not without_form(kwargs) and not inside_vmap(0):
@@ -202,7 +198,7 @@ def rows_alone(
     loss_fn: LossFn, params: Params, batch: Batch, positions: Sequence[int], *, read: bool = False
 ) -> PerSample:
     """Gradients of rows at these positions of the batch, one after the other; see `loop`."""
-    refuse_kept(loss_fn)
+    checks.refuse_kept(loss_fn)
     checks.forget_gone()
     num_samples = batch_size(batch)
     recorder, seed = CollectiveRecorder(), torch.default_generator.get_state()
@@ -327,7 +323,7 @@ def warm_up(loss_fn: LossFn, params: Params, batch: Batch, value: int = 0, *, lo
         leaves = {name: param.requires_grad_() for name, param in made_up(params).items()}
         row = made_up_row(batch, value)
         mode = RowAlone(row, 0, MAX_TRIAL_READS)
-        with suppress(_UnansweredRead), _row_context(mode):  # what is made of the row is no table of a shape
+        with suppress(Stop), _row_context(mode):  # what is made of the row is no table of a shape
             losses_1, _ = checks.split_aux(loss_fn(leaves, row))
             if looks and not mode.reads:
                 grads = run_backward(losses_1.sum(), tuple(leaves.values()))
