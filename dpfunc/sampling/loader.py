@@ -193,9 +193,9 @@ def check_dataset(dataset: object, dataset_size: int, num_records: int | None = 
          "Expected len(dataset) to be the num_records with which the run began, got another length. Load the data set "
          "of the run. Nothing was spent."),
         (num_records is None and length != dataset_size,
-         f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got len(dataset)="
-         f"{length}. The sampling probability, and so epsilon, is that of {dataset_size} records: make the "
-         "plan with dataset_size=len(dataset), or load the data set that it was made for. If dataset_size is a "
-         "public bound on their number, say so when the run begins: "
+         f"Expected len(dataset) to be the plan's dataset_size={dataset_size}, got "
+         f"{'more' if length > dataset_size else 'fewer'} records. The sampling probability, and so epsilon, is that "
+         f"of {dataset_size}: make the plan with dataset_size=len(dataset), or load the data set that it was made for. "
+         "If dataset_size is a public bound on their number, say so when the run begins: "
          "dp_step.init(params, key, num_records=len(dataset)). Nothing was spent."),
     )  # fmt: skip

@@ -37,7 +37,7 @@ def test_a_data_set_in_another_order_is_an_error_of_all():
         assert all(part in text for part in parts)
     assert first["shorter"][0] == "StepAborted"
     assert second["shorter"][0] == "InvalidArgument"
-    assert "got len(dataset)=39" in second["shorter"][1]
+    assert "dataset_size=40, got fewer records. The" in second["shorter"][1]
     assert first["unreadable"][0] == "StepAborted"
     assert second["unreadable"] == ("OSError", "the file of this record is gone")
 
