@@ -113,7 +113,7 @@ def test_images_in_one_tensor_for_all_samples_are_refused():
     model, collate = collator("Qwen2-VL", 1)
     batch = Facts().flatten_images(collate(samples("Qwen2-VL", (1, 1))))
     forward, params = functionalize(model)
-    with pytest.raises(InvalidArgument, match=r"pixel_values.*has 48.*image_text_collator"):
+    with pytest.raises(InvalidArgument, match=r"pixel_values.*image_text_collator"):
         dpfunc.clipped.clipped_grad(make_loss_fn(forward, "vqa"), params, batch, dpfunc.clipping.Flat(1.0))
 
 
