@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
@@ -42,6 +43,7 @@ _EVALUATED = 16
 # Errors of a metric that is wrong for every record; others may come of how few records a rehearsal has.
 _ALWAYS_WRONG = (AttributeError, TypeError, KeyError, NameError)
 _GRADIENT = 2**-7  # a made-up one
+_LEFT_OUT = " Name outputs that are no tensors in model.config.keys_to_ignore_at_inference, a list."
 _TIMES = ("runtime", "samples_per_second", "steps_per_second")  # which each evaluation has, too
 _IDLE = 0.05  # share of the steps that may have no rate at the end of a schedule
 # What a callback gets at each event; and more at some.
@@ -153,8 +155,11 @@ def _metrics_of_some(trainer: Any, dataset: Any) -> tuple[dict[str, Any], str | 
         once = changed(trainer, {"args": changed(trainer.args, {"dataloader_persistent_workers": False})})
         batch = next(iter(once.get_eval_dataloader(records)))
         loss, predictions, labels = trainer.prediction_step(trainer.model, batch, alone)
+        gathered = [each for each in (predictions, labels) if each is not None]
         if not alone and predictions is not None and trainer.preprocess_logits_for_metrics is not None:
             predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
+    with tried("outputs and labels that the Trainer can gather", advice + _LEFT_OUT):
+        recursively_apply(lambda tensor: tensor, gathered, error_on_other_type=True)
     own = {} if loss is None else {"loss": float(loss.mean())}
     if alone or predictions is None or labels is None:
         return own, None

@@ -202,6 +202,28 @@ def accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+class OfMyOwn(torch.nn.Module):
+    """A model that is none of Transformers, with its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = torch.nn.Linear(6, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.classifier(input_ids.float() / 50)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class WithMore(OfMyOwn):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return {**super().forward(input_ids, attention_mask, labels), "more": [None]}
+
+
+def own_loss(forward, params, batch):
+    logits = forward(params, input_ids=batch["input_ids"], labels=batch["labels"])["logits"]
+    return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+
 EVERY = {"eval_strategy": "steps", "eval_steps": 2}
 NAMED = {"a": ended(20), "b": ended(3)}
 EMPTY = {**EVERY, "metric_for_best_model": "b_loss"}
@@ -217,6 +239,7 @@ EVALUATIONS = {  # model, options, message
     "no record under one name": (classifier, {"eval_dataset": {"a": ended(20), "b": []}, "changes": EMPTY}, "none in 'b'"),
     "metrics without names": (classifier, {"compute_metrics": lambda prediction: 0.5, "changes": EVERY}, "to return a dictionary from names to numbers, got AttributeError"),
     "a name that is nowhere": (classifier, {"compute_metrics": lambda prediction: {"a": undefined}}, "NameError"),  # noqa: F821  (as it is meant)
+    "LLaVA of Transformers 5.24 gives an output that is none": (WithMore, {"loss": own_loss, "compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits[0]}, "outputs and labels that the Trainer can gather, got TypeError.*keys_to_ignore_at_inference"),
     "outputs of another kind": (classifier, {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits["x"]}, "eval_dataset to be evaluated as the run will"),
 }  # fmt: skip
 
@@ -242,23 +265,6 @@ def test_a_rate_that_follows_an_evaluation_has_its_metric(tmp_path, data, best):
     else:
         trainer.train()
         assert trainer.ledger.num_steps == 4
-
-
-class OfMyOwn(torch.nn.Module):
-    """A model that is none of Transformers, with its own loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.classifier = torch.nn.Linear(6, 2)
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        logits = self.classifier(input_ids.float() / 50)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def own_loss(forward, params, batch):
-    logits = forward(params, input_ids=batch["input_ids"], labels=batch["labels"])["logits"]
-    return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
 
 
 def test_a_model_that_is_none_of_transformers(tmp_path):
