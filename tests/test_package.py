@@ -125,6 +125,12 @@ def test_the_first_screen_says_how_to_install(built):
     assert {*extras} <= PROJECT["optional-dependencies"].keys()
 
 
+def test_the_oldest_versions_are_those_that_were_tried():
+    page = (ROOT / "docs" / "quick_start.md").read_text()
+    transformers, peft, accelerate = (line.split(">=")[1] for line in PROJECT["optional-dependencies"]["hf"][:3])
+    assert f"Transformers {transformers}, PEFT {peft} and Accelerate {accelerate}, the oldest that pip takes" in page
+
+
 def test_the_wheel_runs_alone(built, tmp_path):
     """Unpacked somewhere else, it is what is imported, and its command answers."""
     with zipfile.ZipFile(built[1]) as file:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import trainer_cases as cases
 from torch.utils.data import DataLoader, IterableDataset, default_collate
-from transformers import Trainer, get_linear_schedule_with_warmup
+from transformers import Trainer, TrainingArguments, get_linear_schedule_with_warmup
 
 import dpfunc
 from dpfunc.accounting import Ledger
@@ -19,7 +19,7 @@ from dpfunc.accounting.record import EXACT_SIZE
 from dpfunc.checkpoint.journal import journal_ledger
 from dpfunc.errors import InvalidArgument, UnreachableBudget, UnsupportedModel
 from dpfunc.functional import replace_batchnorm
-from dpfunc.hf.trainer._settings import refuse_model
+from dpfunc.hf.trainer._settings import recomputed, refuse_model
 from dpfunc.hf.trainer.arguments import PrivacyArguments
 from dpfunc.hf.trainer.trainer import LOGGED_LOSS, DPTrainer
 from dpfunc.sampling import Shuffled
@@ -98,7 +98,7 @@ def test_language_model_with_padding_and_empty_draws_equals_a_plain_loop(tmp_pat
     ("privacy", "changes"),
     [
         ({"dp_physical_batch_size": 3}, {"dataloader_num_workers": 1}), ({"dp_engine": "loop"}, {}),
-        ({}, {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "activation_checkpointing": True}),
+        ({}, {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, **recomputed(TrainingArguments)}),
     ],
     ids=["physical, workers", "engine", "accumulation, checkpointing"],
 )  # fmt: skip
