@@ -227,7 +227,7 @@ class VmapGrad:
         settings, names = calls.settings, tuple(sorted(calls.by_row))
         by_row = f"; row by row, since torch's rules were not seen right: {', '.join(names)}" if names else ""
         if read:
-            reason = f"{len(parts)} groups of rows, which do not agree on what Python reads ({read})"
+            reason = f"groups of rows, which do not agree on what Python reads ({read})"
             return Decision("groups", f"{reason}{by_row}", names)
         slower = f", without rules, since {settings.since}" if self.rules and not settings.rules else ""
         return Decision("one pass", f"all rows together{slower}{by_row}", names)
