@@ -80,8 +80,7 @@ test: check downloads
 test-slow: $(VENV)/vision downloads
 	$(PYTHON_TESTS) $(PYTEST) -m slow $$(grep -rl 'mark[.]slow' tests --include='test_*.py') $(ARGS)
 
-# torch and torchvision in the versions that are named here, the newest packages of Hugging Face that were tried with
-# them, and all others as in the environment.
+# torch and torchvision in the versions that are named here, and all others as in the environment.
 TORCH ?= 2.14.1
 OTHER := .cache/torch-$(TORCH)
 TORCH_TESTS := $(addprefix tests/,engines functional lora hf test_step.py test_clipped.py cli/test_doctor.py) dpfunc/engines
